@@ -1,0 +1,1 @@
+"""Scheduling and running: requests, steps, the model. The modules that the server may import load no torch."""

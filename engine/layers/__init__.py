@@ -1,0 +1,1 @@
+"""Building blocks of the models: each takes its weights and kernels, and holds no hidden state."""

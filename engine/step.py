@@ -1,0 +1,101 @@
+"""The border between the scheduler (plain Python, no torch) and whatever executes a step. No torch.
+
+The scheduler decides which tokens of which requests are computed and where their KV goes, and says so in a
+``StepPlan``; a ``Runner`` launches it and later gives a ``StepResult``. Tests put a fake runner here.
+
+A *row* is a running request's line in the page table and in every per-request array of the runner. A plan carries
+only what changed: page-table entries written since the last plan, and sampling rules of requests that took a row.
+Last sampled tokens stay on the device (``row`` -> token), so a plan can be made before the last step's tokens are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.engine.messages import TokenLogprobs
+from radixserve.engine.sampling_params import SamplingParams
+
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSetup:
+    """A request takes ``row``. ``token_ids`` [n] int32: all tokens so far (prompt, and output kept over a
+    retraction), of which the first ``prompt_len`` are the prompt: penalties count them. ``seed`` is always set."""
+
+    row: int
+    sampling: SamplingParams
+    seed: int
+    token_ids: Int32s
+    prompt_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens ``start .. start+len(token_ids)`` of one request; KV of all before ``start`` is already stored.
+    ``samples`` is true for the chunk that ends the known tokens: the next token is sampled from its last logits."""
+
+    row: int
+    token_ids: Int32s  # [chunk]
+    start: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass: ``decode_rows`` feed their last token, then come the ``chunks``.
+
+    ``decode_lens`` [D]: KV length of each decode row counting the token fed now, so the token's position is one less.
+    ``page_rows/page_cols/page_ids`` [P]: page-table entries to write before the forward, ``table[row, col] = page``.
+    """
+
+    step: int
+    setups: tuple[RowSetup, ...]
+    page_rows: Int32s
+    page_cols: Int32s
+    page_ids: Int32s
+    decode_rows: Int32s
+    decode_lens: Int32s
+    chunks: tuple[PrefillChunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_rows) + sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.decode_rows) + sum(chunk.samples for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens of a plan: those of ``decode_rows`` in order, then of each chunk that samples.
+
+    ``failed`` [num_samples] bool: logits were not finite, the request must fail alone. ``logprobs`` as long as
+    ``token_ids`` when any request of the step asked for them, with None for those that did not.
+    ``prompt_logprobs``: per row, one entry for each token of its chunk (None for the very first prompt token).
+    """
+
+    token_ids: Int32s
+    failed: NDArray[np.bool_]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Block until the step is done and return its tokens. Raises what the device raised."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes plans in launch order; the next may be launched before the last result was read."""
+
+    def launch(self, plan: StepPlan) -> PendingStep: ...

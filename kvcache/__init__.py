@@ -1,0 +1,1 @@
+"""The prefix cache, page ownership and the KV buffer."""

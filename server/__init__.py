@@ -1,0 +1,1 @@
+"""The OpenAI-compatible frontend: HTTP, text, and the processes. Loads no torch."""
