@@ -1,0 +1,91 @@
+"""A child process's end of the pipe that ties it to the supervisor. Standard library and configs only, no torch.
+
+The supervisor holds the other end of the child's standard input. The first line is the configuration, each later line
+a command (``drain SECONDS``), and the end of the pipe means that the supervisor is gone or wants the child gone. So no
+child outlives the supervisor, however that one died, and secrets are on no command line.
+
+A child's ``main`` begins with ``config = lifeline.read_config()`` and then ``lifeline.watch(on_drain=...)``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.errors import ConfigError
+
+# Environment of the children.
+IPC_VARIABLE = "RADIXSERVE_IPC"  # ZMQ address of the engine's socket
+LISTEN_FD_VARIABLE = (
+    "RADIXSERVE_LISTEN_FD"  # workers only: the inherited listening socket
+)
+
+# Exit status of a child that would fail the same way again (no such model, ...): it is not restarted.
+EXIT_HOPELESS = 3
+
+_STDIN_FD = 0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+
+
+def read_config() -> ServeConfig:
+    """Take the configuration from the lifeline; the first thing that a child does.
+
+    From here on SIGINT and SIGTERM are ignored: the terminal sends them to the whole group, but only the supervisor
+    knows when it is this process's turn to leave. (It starts us with both blocked, so that none arrives too early.)
+    Raises ``ConfigError`` when this process was not started by a supervisor.
+    """
+    for stop_signal in _STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    line = b"" if os.isatty(_STDIN_FD) else _read_line(_STDIN_FD)
+    if not line:
+        raise ConfigError(
+            "no configuration on standard input: this process is started by `radixserve serve`"
+        )
+    return ServeConfig.model_validate_json(line)
+
+
+def watch(on_drain: Callable[[float], None] | None = None) -> None:
+    """Obey the lifeline from now on, in a daemon thread: leave the process at once when it ends.
+
+    ``on_drain`` is called in that thread with the seconds that running requests get; it must return quickly.
+    """
+    if sys.platform == "linux":
+        # The pipe's end is seen by a thread, which a C call that keeps the GIL could delay; the kernel is not delayed.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pipe = os.dup(_STDIN_FD)
+    with open(os.devnull, "rb") as devnull:
+        os.dup2(
+            devnull.fileno(), _STDIN_FD
+        )  # so that no grandchild (a compiler, ...) eats our commands
+    threading.Thread(
+        target=_obey, args=(pipe, on_drain), name="lifeline", daemon=True
+    ).start()
+
+
+def _obey(pipe: int, on_drain: Callable[[float], None] | None) -> None:
+    while line := _read_line(pipe):
+        match line.split():
+            case [b"drain", seconds]:
+                if on_drain is not None:
+                    on_drain(float(seconds))
+            case _:
+                print(f"lifeline: unknown command {line!r}", file=sys.stderr)
+    os._exit(0)
+
+
+def _read_line(pipe: int) -> bytes:
+    """The next line, or b"" at the end. Byte by byte and unbuffered: a daemon thread that waits inside
+    ``sys.stdin`` holds its lock, and the interpreter aborts on that when the process exits."""
+    line = bytearray()
+    while byte := os.read(pipe, 1):
+        if byte == b"\n":
+            return bytes(line)
+        line += byte
+    return b""
