@@ -1,0 +1,1 @@
+"""Named sets of options as TOML, chosen by ``--preset``."""

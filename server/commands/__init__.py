@@ -1,0 +1,1 @@
+"""The subcommands of ``radixserve``: one module each, imported when it is run."""

@@ -1,0 +1,16 @@
+"""Leaves out the tests marked ``gpu`` on machines without a CUDA device."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_cuda():
+        items[:] = [item for item in items if item not in on_gpu]
+        config.hook.pytest_deselected(items=on_gpu)
+
+
+def _has_cuda() -> bool:
+    import torch  # only when it matters: it takes seconds to load
+
+    return torch.cuda.is_available()
