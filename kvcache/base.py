@@ -25,8 +25,9 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
-    """``handle`` ends at the inserted text; the first ``already_there`` tokens were in the tree before, on pages of
-    the tree's own: the caller still owns its duplicates of those and frees or swaps them."""
+    """``handle`` ends at what is cached of the inserted text; its first ``already_there`` tokens were in the tree
+    before, on pages of the tree's own: the caller still owns its duplicates of those and frees or swaps them. The tree
+    took over the pages of ``[already_there, handle.cached_len)``; those behind stay the caller's."""
 
     handle: Handle
     already_there: int
@@ -49,6 +50,10 @@ class PrefixCache(Protocol):
         """Longest cached prefix in whole pages; marks it as used. Splits a node when the match ends inside it."""
         ...
 
+    def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
+        """Tokens that ``match`` would find now, without marking or splitting anything."""
+        ...
+
     def lock(self, handle: Handle) -> None:
         """Protect the prefix up to the root from eviction; counts, so lock and unlock pair up."""
         ...
@@ -60,14 +65,18 @@ class PrefixCache(Protocol):
         ...
 
     def insert(self, token_ids: Int32s, pages: Int32s, namespace: str = "") -> InsertResult:
-        """Add whole pages; the tree owns ``pages[already_there / page_size:]`` from now on."""
+        """Add the whole pages of ``token_ids`` (``pages`` has one id for each) and mark them as used."""
         ...
 
     def evict(self, num_pages: int) -> Int32s:
-        """Give up at least ``num_pages`` unprotected pages if there are as many, least valuable leaves first."""
+        """Give up ``num_pages`` unprotected pages, or all if there are fewer, least valuable leaves first."""
         ...
 
     def sizes(self) -> CacheSizes: ...
+
+    def owned_pages(self) -> Int32s:
+        """Every page of the tree, in no order. Walks the tree: for checks, not for each step."""
+        ...
 
     def clear(self) -> Int32s:
         """Evict all that is not protected."""

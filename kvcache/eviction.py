@@ -1,0 +1,66 @@
+"""In which order the radix tree gives up what nobody holds: one small class for each policy, one table of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+
+class EvictionOrder(Protocol):
+    """Orders the unprotected nodes of a tree. Nodes are opaque but for ``node.uses``, the lookups they served.
+
+    The tree reports a path from its deepest node up to the root, and never serves a node more often than the nodes above
+    it. So an order that puts the last reported behind its equals names a node only after all nodes below it: its victim
+    is always a leaf, and no tree walk is needed to find one.
+    """
+
+    @property
+    def nodes(self) -> Collection[Any]:
+        """All nodes in the order, for checks."""
+        ...
+
+    def add(self, node: Any) -> None:
+        """``node`` is new, or lost its last lock."""
+        ...
+
+    def remove(self, node: Any) -> None:
+        """``node`` was locked, or left the tree."""
+        ...
+
+    def use(self, node: Any) -> None:
+        """A lookup went through ``node``; ``node.uses`` has just grown by one."""
+        ...
+
+    def renew(self, node: Any) -> None:
+        """``node`` got new nodes below it: it must come after them."""
+        ...
+
+    def victim(self) -> Any:
+        """The node to give up next; the order must not be empty."""
+        ...
+
+
+class LruOrder:
+    """Least recently used first. Every report moves one node to the end of a linked list, in constant time."""
+
+    def __init__(self) -> None:
+        self.nodes: OrderedDict[Any, None] = OrderedDict()
+
+    def add(self, node: Any) -> None:
+        self.nodes[node] = None
+
+    def remove(self, node: Any) -> None:
+        del self.nodes[node]
+
+    def use(self, node: Any) -> None:
+        self.nodes.move_to_end(node)
+
+    def renew(self, node: Any) -> None:
+        self.nodes.move_to_end(node)
+
+    def victim(self) -> Any:
+        return next(iter(self.nodes))
+
+
+EVICTION_ORDERS: dict[str, Callable[[], EvictionOrder]] = {"lru": LruOrder}

@@ -1,0 +1,221 @@
+"""The radix tree: which prefixes are cached, and on which pages. Host memory only.
+
+The idea of a radix tree over token ids with reference counts and leaf eviction is RadixAttention (Zheng et al., SGLang,
+arXiv 2312.07104). Segments are kept as bytes, so that following a node is one hash lookup and one memcmp; recency is an
+ordered list instead of a heap or a clock (see ``eviction.py``). ``docs/prefix_cache.md`` has a worked example.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixserve.kvcache.base import CacheSizes, Handle, InsertResult, Int32s
+from radixserve.kvcache.compare import common_prefix_len
+from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
+
+_TOKEN_BYTES = 4
+_NO_PAGES: Int32s = np.empty(0, np.int32)
+
+
+class _Node:
+    """One segment of the tree: ``key`` (int32 ids as bytes) lies on ``pages``; ``branch`` is its key in the parent.
+
+    ``locks`` counts the locked handles that end here or below, so it never grows towards the leaves. ``uses`` counts lookups.
+    """
+
+    __slots__ = ("branch", "children", "key", "locks", "pages", "parent", "uses")
+
+    def __init__(self, parent: _Node | None, branch: bytes, key: bytes, pages: Int32s):
+        self.parent = parent
+        self.branch = branch
+        self.key = key
+        self.pages = pages
+        self.children: dict[bytes, _Node] = {}
+        self.locks = 0
+        self.uses = 0
+
+
+class RadixPrefixCache:
+    """A path-compressed tree of page-aligned token prefixes. Owns the pages of its nodes.
+
+    Children are found by the bytes of their first page, at the root with the namespace before it, so requests of
+    different namespaces never meet. All costs are those of the prompt and of the nodes on its path, none of the tree.
+    """
+
+    def __init__(self, page_size: int, eviction_policy: str = "lru"):
+        self.page_size = page_size
+        self._page_bytes = page_size * _TOKEN_BYTES
+        self._root = _Node(None, b"", b"", _NO_PAGES)
+        self._order: EvictionOrder = EVICTION_ORDERS[eviction_policy]()
+        self._evictable_pages = 0
+        self._protected_pages = 0
+
+    def match(self, token_ids: Int32s, namespace: str = "") -> Handle:
+        node, matched, partial, shared = self._walk(self._query(token_ids), namespace)
+        if partial is not None:
+            node = self._split(partial, shared)
+            self._renew(node)
+        handle = Handle((matched + shared) // _TOKEN_BYTES, node)
+        while node.parent is not None:
+            node.uses += 1
+            if node.locks == 0:
+                self._order.use(node)
+            node = node.parent
+        return handle
+
+    def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
+        _, matched, _, shared = self._walk(self._query(token_ids), namespace)
+        return (matched + shared) // _TOKEN_BYTES
+
+    def lock(self, handle: Handle) -> None:
+        node: _Node = handle.node
+        while node.parent is not None:
+            if node.locks == 0:
+                self._order.remove(node)
+                self._evictable_pages -= len(node.pages)
+                self._protected_pages += len(node.pages)
+            node.locks += 1
+            node = node.parent
+        assert node is self._root, "the handle was evicted before it was locked"
+
+    def unlock(self, handle: Handle) -> None:
+        node: _Node = handle.node
+        while node.parent is not None:
+            assert node.locks > 0, "unlocked more often than locked"
+            node.locks -= 1
+            if node.locks == 0:
+                self._order.add(node)
+                self._evictable_pages += len(node.pages)
+                self._protected_pages -= len(node.pages)
+            node = node.parent
+
+    def pages(self, handle: Handle) -> Int32s:
+        segments = [_NO_PAGES]
+        node: _Node = handle.node
+        while node.parent is not None:
+            segments.append(node.pages)
+            node = node.parent
+        return np.concatenate(segments[::-1])
+
+    def insert(self, token_ids: Int32s, pages: Int32s, namespace: str = "") -> InsertResult:
+        query = self._query(token_ids)
+        assert len(pages) * self._page_bytes == len(query), "one page id for each whole page of tokens"
+        node, matched, partial, shared = self._walk(query, namespace)
+        if partial is not None:
+            node = self._split(partial, shared)
+            matched += shared
+        if matched < len(query):
+            node = self._add_leaf(node, query, matched, pages, namespace)
+        self._renew(node)
+        return InsertResult(Handle(len(query) // _TOKEN_BYTES, node), matched // _TOKEN_BYTES)
+
+    def evict(self, num_pages: int) -> Int32s:
+        """As in the interface. The last leaf taken may only lose its end: the rest stays, and goes first next time."""
+        freed = [_NO_PAGES]
+        missing = min(num_pages, self._evictable_pages)
+        self._evictable_pages -= missing
+        while missing > 0:
+            leaf: _Node = self._order.victim()
+            assert not leaf.children and leaf.parent is not None, "an eviction order named an inner node"
+            kept = max(len(leaf.pages) - missing, 0)
+            freed.append(leaf.pages[kept:])
+            missing -= len(leaf.pages) - kept
+            if kept:
+                # Copies, so that the dropped ends do not stay in memory as long as a stub of their segment lives.
+                leaf.key = leaf.key[: kept * self._page_bytes]
+                leaf.pages = leaf.pages[:kept].copy()
+            else:
+                self._order.remove(leaf)
+                del leaf.parent.children[leaf.branch]
+                leaf.parent = None  # no reference cycle: the node is freed here, not by the garbage collector
+        return np.concatenate(freed)
+
+    def sizes(self) -> CacheSizes:
+        return CacheSizes(evictable=self._evictable_pages, protected=self._protected_pages)
+
+    def owned_pages(self) -> Int32s:
+        return np.concatenate([node.pages for node in self._nodes()])
+
+    def clear(self) -> Int32s:
+        return self.evict(self._evictable_pages)
+
+    def check_integrity(self) -> None:
+        evictable = protected = 0
+        nodes = self._nodes()
+        for node in nodes:
+            for branch, child in node.children.items():
+                assert child.parent is node and child.branch == branch, "parent and child disagree"
+                assert branch.endswith(child.key[: self._page_bytes]), "a branch is not its child's first page"
+                assert len(child.key) == len(child.pages) * self._page_bytes > 0, "keys and pages differ in length"
+            if node is not self._root:
+                assert node.locks >= sum(child.locks for child in node.children.values()), "a lock misses its parents"
+                evictable += len(node.pages) if node.locks == 0 else 0
+                protected += len(node.pages) if node.locks > 0 else 0
+        assert (evictable, protected) == (self._evictable_pages, self._protected_pages), "page counts are off"
+        unprotected = {node for node in nodes if node.locks == 0 and node is not self._root}
+        assert unprotected == set(self._order.nodes), "the eviction order misses nodes or has too many"
+        owned = self.owned_pages()
+        assert len(np.unique(owned)) == len(owned), "a page lies in two places of the tree"
+
+    def _query(self, token_ids: Int32s) -> bytes:
+        assert token_ids.dtype == np.int32
+        return token_ids[: len(token_ids) // self.page_size * self.page_size].tobytes()
+
+    def _walk(self, query: bytes, namespace: str) -> tuple[_Node, int, _Node | None, int]:
+        """Follow ``query`` (whole pages) from the root. Returns the last node that matches to its end and the bytes
+        matched up to there; then the child in the middle of which the match ends, or None, and the bytes shared with it.
+        """
+        node, matched, page_bytes = self._root, 0, self._page_bytes
+        if not query:
+            return node, 0, None, 0
+        child = node.children.get(namespace.encode() + query[:page_bytes])
+        while child is not None:
+            if not query.startswith(child.key, matched):
+                rest = np.frombuffer(query, np.int32, offset=matched)
+                shared = common_prefix_len(rest, np.frombuffer(child.key, np.int32)) // self.page_size * page_bytes
+                return node, matched, child, shared
+            node = child
+            matched += len(node.key)
+            child = node.children.get(query[matched : matched + page_bytes])
+        return node, matched, None, 0
+
+    def _split(self, lower: _Node, upper_bytes: int) -> _Node:
+        """Cut the first ``upper_bytes`` off ``lower`` into a new parent. Handles that end at ``lower`` stay right, as it
+        keeps its end, and the new node inherits their locks, as each of them also covers it."""
+        parent, num_pages = lower.parent, upper_bytes // self._page_bytes
+        assert parent is not None
+        upper = _Node(parent, lower.branch, lower.key[:upper_bytes], lower.pages[:num_pages].copy())
+        upper.locks, upper.uses = lower.locks, lower.uses
+        parent.children[upper.branch] = upper
+        lower.parent, lower.key = upper, lower.key[upper_bytes:]
+        lower.branch = lower.key[: self._page_bytes]
+        # A view: the array behind it names pages that all live as long as this node does.
+        lower.pages = lower.pages[num_pages:]
+        upper.children[lower.branch] = lower
+        if upper.locks == 0:
+            self._order.add(upper)
+        return upper
+
+    def _add_leaf(self, parent: _Node, query: bytes, start: int, pages: Int32s, namespace: str) -> _Node:
+        branch = query[start : start + self._page_bytes]
+        if parent is self._root:
+            branch = namespace.encode() + branch
+        # The pages are copied: callers pass a part of their page table, which changes.
+        leaf = _Node(parent, branch, query[start:], pages[start // self._page_bytes :].copy())
+        parent.children[branch] = leaf
+        self._order.add(leaf)
+        self._evictable_pages += len(leaf.pages)
+        return leaf
+
+    def _renew(self, node: _Node) -> None:
+        while node.parent is not None:
+            if node.locks == 0:
+                self._order.renew(node)
+            node = node.parent
+
+    def _nodes(self) -> list[_Node]:
+        """All nodes, the root first."""
+        nodes = [self._root]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes
