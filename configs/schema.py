@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SecretStr,
-    SerializationInfo,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -30,130 +23,83 @@ def _dump_secret(secret: SecretStr, info: SerializationInfo) -> str:
 Secret = Annotated[SecretStr, PlainSerializer(_dump_secret, when_used="json")]
 
 
-class _Group(BaseModel):
+class OptionGroup(BaseModel):
+    """Options that belong together; the docstring of a group is its heading in help and documentation."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    @classmethod
+    def title(cls) -> str:
+        return (cls.__doc__ or "").strip()
 
-class ModelOptions(_Group):
+
+class ModelOptions(OptionGroup):
     """Model"""
 
-    model: str = Field(
-        DEFAULT_MODEL,
-        description="Folder, .gguf file, Hugging Face id, or alias of the default model",
-    )
-    served_model_name: tuple[str, ...] = Field(
-        (), description="Names the API answers to (default: the model's)"
-    )
-    tokenizer: str | None = Field(
-        None, description="Folder or file of another tokenizer than the model's own"
-    )
-    chat_template: str | None = Field(
-        None, description="File with a Jinja chat template, instead of the model's own"
-    )
+    model: str = Field(DEFAULT_MODEL, description="Folder, .gguf file, Hugging Face id, or alias of the default model")
+    served_model_name: tuple[str, ...] = Field((), description="Names the API answers to (default: the model's)")
+    tokenizer: str | None = Field(None, description="Folder or file of another tokenizer than the model's own")
+    chat_template: str | None = Field(None, description="File with a Jinja chat template, instead of the model's own")
     generation_config: Literal["auto", "none"] = Field(
-        "auto",
-        description="auto: sampling defaults come from the model's generation_config.json",
+        "auto", description="auto: sampling defaults come from the model's generation_config.json"
     )
-    max_model_len: int | None = Field(
-        None, ge=1, description="Context length in tokens (default: the model's own)"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV"
-    )
-    load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: random weights, for benchmarks"
-    )
-    seed: int = Field(
-        0, description="Seed of random weights and of requests that bring none"
-    )
+    max_model_len: int | None = Field(None, ge=1, description="Context length in tokens (default: the model's own)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of weights and KV")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
+    seed: int = Field(0, description="Seed of random weights and of requests that bring none")
 
 
-class RunnerOptions(_Group):
+class RunnerOptions(OptionGroup):
     """Runner"""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model runs"
-    )
-    attention_backend: Literal["auto", "torch", "flashinfer", "triton"] = Field(
-        "auto", description="Attention kernels"
-    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
+    attention_backend: Literal["auto", "torch", "flashinfer", "triton"] = Field("auto", description="Attention kernels")
     enforce_eager: bool = Field(False, description="Run decode without CUDA graphs")
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of GPU memory for weights and KV"
-    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
-    cpu_threads: int | None = Field(
-        None, ge=1, description="Threads of CPU kernels (default: the cores it may use)"
-    )
+    cpu_threads: int | None = Field(None, ge=1, description="Threads of CPU kernels (default: the cores it may use)")
 
 
-class CacheOptions(_Group):
+class CacheOptions(OptionGroup):
     """KV cache"""
 
-    page_size: int | None = Field(
-        None, ge=1, le=64, description="Tokens a page holds (default: by device)"
-    )
-    num_pages: int | None = Field(
-        None, ge=1, description="KV pages (default: sized from free memory)"
-    )
-    disable_radix_cache: bool = Field(
-        False, description="Keep no prefixes: each request computes its whole prompt"
-    )
+    page_size: int | None = Field(None, ge=1, le=64, description="Tokens a page holds (default: by device)")
+    num_pages: int | None = Field(None, ge=1, description="KV pages (default: sized from free memory)")
+    disable_radix_cache: bool = Field(False, description="Keep no prefixes: each request computes its whole prompt")
 
 
-class SchedulerOptions(_Group):
+class SchedulerOptions(OptionGroup):
     """Scheduler"""
 
-    max_num_seqs: int = Field(
-        256, ge=1, description="Requests that run at the same time"
-    )
-    max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="Token budget of a step (default: by device)"
-    )
-    max_num_queued_reqs: int = Field(
-        1024, ge=1, description="Requests that may wait; one more is answered 429"
-    )
-    schedule_policy: Literal["fcfs", "lpm", "priority"] = Field(
-        "fcfs", description="Who is admitted next"
-    )
+    max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="Token budget of a step (default: by device)")
+    max_num_queued_reqs: int = Field(1024, ge=1, description="Requests that may wait; one more is answered 429")
+    schedule_policy: Literal["fcfs", "lpm", "priority"] = Field("fcfs", description="Who is admitted next")
     disable_overlap_schedule: bool | None = Field(
-        None,
-        description="Plan a step only after the last one's tokens are known (default: by device)",
+        None, description="Plan a step only after the last one's tokens are known (default: by device)"
     )
 
 
-class ServerOptions(_Group):
+class ServerOptions(OptionGroup):
     """Server"""
 
     host: str = Field("127.0.0.1", description="Address to listen on")
-    port: int = Field(
-        8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one"
-    )
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     api_workers: int = Field(1, ge=1, description="Frontend processes behind the port")
-    api_key: tuple[Secret, ...] = Field(
-        (), description="Keys that clients must send as a bearer token"
-    )
-    cors_allow_origins: tuple[str, ...] = Field(
-        (), description="Origins that browsers may call from; * for all"
-    )
+    api_key: tuple[Secret, ...] = Field((), description="Keys that clients must send as a bearer token")
+    cors_allow_origins: tuple[str, ...] = Field((), description="Origins that browsers may call from; * for all")
     max_body_mb: float = Field(32.0, gt=0, description="Largest request body, in MiB")
-    drain_timeout: float = Field(
-        30.0, ge=0, description="Seconds that running requests get after SIGTERM"
-    )
-    health_timeout: float = Field(
-        10.0, gt=0, description="Seconds of engine silence after which /health says 503"
-    )
-    stream_interval: int = Field(
-        1, ge=1, description="Tokens between two streamed chunks"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="What is logged"
-    )
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM")
+    health_timeout: float = Field(10.0, gt=0, description="Seconds of engine silence after which /health says 503")
+    stream_interval: int = Field(1, ge=1, description="Tokens between two streamed chunks")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged")
 
 
-class ServeConfig(
-    ModelOptions, RunnerOptions, CacheOptions, SchedulerOptions, ServerOptions
-):
+# In the order of help and documentation.
+GROUPS: tuple[type[OptionGroup], ...] = (ModelOptions, RunnerOptions, CacheOptions, SchedulerOptions, ServerOptions)
+
+
+class ServeConfig(ModelOptions, RunnerOptions, CacheOptions, SchedulerOptions, ServerOptions):
     """All options of ``radixserve serve``. Frozen: "auto" values are resolved by pure functions into new ones."""
 
     def to_private_json(self) -> str:
