@@ -10,8 +10,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an attention kernel must know before its first plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype  # of q, k and v
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +91,8 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] @ weight[out, in].T (+ bias)."""
+        ...
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [S, H] @ weight[vocab, H].T -> fp32 [S, vocab], not rounded to a narrower type where it is largest."""
         ...

@@ -1,0 +1,45 @@
+"""Weights that multiply: linear layers, some of which merge several matrices of a checkpoint, and the embedding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from radixserve.kernels.interface import Ops
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Storage without values, on the device of the enclosing ``torch.device`` context; a loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T (+ b), weight [out, in]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype):
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype)
+        self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class MergedLinear(Linear):
+    """Several matrices of the same input as one. ``parts``: the checkpoint's names and output sizes, in row order."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool = False, dtype: torch.dtype):
+        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype)
+        self.parts = parts
+
+
+class Embedding(nn.Module):
+    """Rows of a table [vocab, hidden] by token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype):
+        super().__init__()
+        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)

@@ -1,0 +1,58 @@
+"""The two halves of a decoder layer: self-attention over the paged cache, and the gated feed-forward network."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from radixserve.engine.layers.context import ForwardContext
+from radixserve.engine.layers.linear import Linear, MergedLinear
+from radixserve.engine.layers.norm import RMSNorm
+from radixserve.engine.model_spec import ModelSpec
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention of layer ``index``; stores the new keys and values in that layer's cache."""
+
+    def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype):
+        super().__init__()
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.index = index
+        self.eps = spec.rms_eps
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=spec.attention_bias, dtype=dtype)
+        self.o_proj = Linear(q_size, spec.hidden_size, bias=spec.attention_bias, dtype=dtype)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype=dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype=dtype) if spec.qk_norm else None
+
+    def forward(self, hidden: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        k_cache, v_cache = ctx.k_caches[self.index], ctx.v_caches[self.index]
+        q = ctx.ops.rope_store(
+            self.qkv_proj(hidden, ctx.ops),
+            ctx.positions,
+            cos_sin,
+            ctx.slots,
+            k_cache,
+            v_cache,
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            self.eps,
+        )
+        attended: Tensor = self.o_proj(ctx.attention.run(q, k_cache, v_cache).flatten(1), ctx.ops)
+        return attended
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype):
+        super().__init__()
+        size = spec.intermediate_size
+        self.gate_up_proj = MergedLinear(spec.hidden_size, {"gate_proj": size, "up_proj": size}, dtype=dtype)
+        self.down_proj = Linear(size, spec.hidden_size, dtype=dtype)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        out: Tensor = self.down_proj(ctx.ops.silu_mul(self.gate_up_proj(hidden, ctx.ops)), ctx.ops)
+        return out

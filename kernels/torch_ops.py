@@ -1,0 +1,87 @@
+"""``Ops`` in plain torch: any device, and the oracle that faster implementations are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# More tokens than ever lie within one bf16 rounding step of the largest logit.
+_REFINED_LOGITS = 16
+
+
+class TorchOps:
+    """Stateless; see ``Ops`` for shapes. Never synchronises with the device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual.add_(x)
+        return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        kv_heads, head_dim = k_cache.shape[-2:]
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        q_heads = heads.shape[1] - 2 * kv_heads
+        q_and_k, v = heads[:, : q_heads + kv_heads], heads[:, q_heads + kv_heads :]
+        if q_norm is not None and k_norm is not None:
+            q, k = q_and_k[:, :q_heads], q_and_k[:, q_heads:]
+            q_and_k = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
+        q_and_k = _rotate(q_and_k, cos_sin.index_select(0, positions))
+        _store(q_and_k[:, q_heads:], v, slots, k_cache, v_cache)
+        return q_and_k[:, :q_heads]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """bf16 keeps 8 bits: logits near 16 would be multiples of 1/16, and ties between the best ones common."""
+        if hidden.dtype == torch.float32:
+            return F.linear(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return _refine_largest(F.linear(hidden, weight).float(), hidden, weight)
+
+
+def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + rotary_dim / 2) of each head in fp32. heads [T, N, D], cos_sin [T, rotary_dim]."""
+    rotary_dim = cos_sin.shape[-1]
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    first, second = heads[..., :rotary_dim].float().chunk(2, dim=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if rotary_dim < heads.shape[-1]:
+        parts.append(heads[..., rotary_dim:].float())
+    return torch.cat(parts, dim=-1).to(heads.dtype)
+
+
+def _store(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Scatter k, v [T, kv_heads, D] by slot."""
+    if slots.device.type != "cpu" or int(slots.min()) < 0:
+        # Padding repeats the first real token: shapes then do not depend on the data, and a device need not be asked.
+        tokens = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), (slots >= 0).int().argmax())
+        k, v, slots = k[tokens], v[tokens], slots[tokens]
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+
+def _refine_largest(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Recompute the largest logits of each row in fp32 (a CPU has no product of bf16 with fp32 results)."""
+    best = logits.topk(min(_REFINED_LOGITS, logits.shape[-1]), dim=-1).indices
+    exact = torch.einsum("sh,skh->sk", hidden.float(), weight[best].float())
+    return logits.scatter_(1, best, exact)
