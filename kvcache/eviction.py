@@ -10,9 +10,9 @@ from typing import Any, Protocol
 class EvictionOrder(Protocol):
     """Orders the unprotected nodes of a tree. Nodes are opaque but for ``node.uses``, the lookups they served.
 
-    The tree reports a path from its deepest node up to the root, and never serves a node more often than the nodes above
-    it. So an order that puts the last reported behind its equals names a node only after all nodes below it: its victim
-    is always a leaf, and no tree walk is needed to find one.
+    The tree reports a path from its deepest node up to the root, and a node never serves more lookups than the nodes
+    above it. So an order that puts the last reported behind its equals names a node only after all nodes below it: its
+    victim is always a leaf, and no tree walk is needed to find one.
     """
 
     @property

@@ -26,6 +26,8 @@ import numpy as np
 from radixserve.kvcache.base import Handle, Int32s, PrefixCache
 from radixserve.kvcache.pages import PagePool
 
+_NO_ENTRIES: Int32s = np.empty(0, np.int32)
+
 
 @dataclass(slots=True)
 class Lease:
@@ -176,7 +178,7 @@ class CacheManager:
             self._write(row, start, self._prefixes.pages(result.handle)[start:stop])
 
     def release(self, lease: Lease, token_ids: Int32s) -> None:
-        """End of a request: keep the whole pages of ``token_ids``, its tokens with valid KV, for others; free the rest."""
+        """End of a request: keep the whole pages of ``token_ids``, its tokens with valid KV, and free the rest."""
         self.commit(lease, token_ids)
         self.drop(lease)
 
@@ -250,6 +252,3 @@ class CacheManager:
         self.page_table[row, first_col : first_col + len(pages)] = pages
         self._written_rows.append(np.full(len(pages), row, np.int32))
         self._written_cols.append(np.arange(first_col, first_col + len(pages), dtype=np.int32))
-
-
-_NO_ENTRIES: Int32s = np.empty(0, np.int32)

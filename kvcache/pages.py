@@ -36,7 +36,7 @@ class PagePool:
         return pages
 
     def free(self, pages: Int32s) -> None:
-        """Give ``pages`` back, at once or, inside ``deferred``, at its end. A page freed twice raises AssertionError."""
+        """Give ``pages`` back: at once or, inside ``deferred``, at its end. AssertionError if one is free already."""
         if self._deferred is not None:
             self._deferred.append(pages)
         elif len(pages):

@@ -20,7 +20,8 @@ _NO_PAGES: Int32s = np.empty(0, np.int32)
 class _Node:
     """One segment of the tree: ``key`` (int32 ids as bytes) lies on ``pages``; ``branch`` is its key in the parent.
 
-    ``locks`` counts the locked handles that end here or below, so it never grows towards the leaves. ``uses`` counts lookups.
+    ``locks`` counts the locked handles that end here or below, so it never grows towards the leaves; ``uses`` counts
+    the lookups that came through.
     """
 
     __slots__ = ("branch", "children", "key", "locks", "pages", "parent", "uses")
@@ -163,7 +164,7 @@ class RadixPrefixCache:
 
     def _walk(self, query: bytes, namespace: str) -> tuple[_Node, int, _Node | None, int]:
         """Follow ``query`` (whole pages) from the root. Returns the last node that matches to its end and the bytes
-        matched up to there; then the child in the middle of which the match ends, or None, and the bytes shared with it.
+        matched up to there, then the child inside which the match ends, or None, and the bytes shared with that.
         """
         node, matched, page_bytes = self._root, 0, self._page_bytes
         if not query:
@@ -180,8 +181,8 @@ class RadixPrefixCache:
         return node, matched, None, 0
 
     def _split(self, lower: _Node, upper_bytes: int) -> _Node:
-        """Cut the first ``upper_bytes`` off ``lower`` into a new parent. Handles that end at ``lower`` stay right, as it
-        keeps its end, and the new node inherits their locks, as each of them also covers it."""
+        """Cut the first ``upper_bytes`` off ``lower`` into a new parent. Handles that end at ``lower`` stay right, since
+        it keeps its end, and the new node inherits their locks, since each of them covers it too."""
         parent, num_pages = lower.parent, upper_bytes // self._page_bytes
         assert parent is not None
         upper = _Node(parent, lower.branch, lower.key[:upper_bytes], lower.pages[:num_pages].copy())

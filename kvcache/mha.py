@@ -1,0 +1,65 @@
+"""The KV buffer of multi-head and grouped-query attention, and how many pages fit. The only torch in kvcache.
+
+Shapes: L layers, P pages, S page_size, H kv_heads, D head_dim, T tokens of a step. Slot = page * S + offset in the page.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of K and V that one page takes, all layers together; ``num_kv_heads`` are those of one device."""
+    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def pages_that_fit(free_bytes: int, page_bytes: int, reserve_bytes: int = 0) -> int:
+    """Pages that ``free_bytes`` have room for when ``reserve_bytes`` of them are left alone; 0 when none."""
+    return max(free_bytes - reserve_bytes, 0) // page_bytes
+
+
+class MHAKVCache:
+    """Owns the keys and values of all pages: one buffer [2, L, P, S, H, D] on one device. Which page is whose is the
+    business of the cache manager."""
+
+    def __init__(self, buffer: Tensor):
+        assert buffer.dim() == 6 and buffer.size(0) == 2 and buffer.is_contiguous()
+        self.buffer = buffer
+        self._slots = buffer.flatten(2, 3)  # [2, L, P * S, H, D], the same memory
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> MHAKVCache:
+        """Make the buffer. MemoryError, saying what to lower, when the device has no room for it.
+
+        On the CPU nothing is written to it, so memory is taken from the system only as pages come into use. On other
+        devices it is zeroed: a kernel that loads a half-filled page whole must not meet a NaN there.
+        """
+        shape = (2, num_layers, num_pages, page_size, num_kv_heads, head_dim)
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        try:
+            return cls(make(shape, dtype=dtype, device=device))
+        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors, on the CPU plain ones
+            gib = num_pages * page_bytes(num_layers, page_size, num_kv_heads, head_dim, dtype) / 2**30
+            raise MemoryError(
+                f"{num_pages} KV pages of {page_size} tokens take {gib:.1f} GiB, which {device} does not have free: "
+                f"lower --num-pages or --gpu-memory-utilization, or end what else uses the memory"
+            ) from error
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each a view [P, S, H, D]."""
+        return self.buffer[0, index], self.buffer[1, index]
+
+    def store_kv(self, k: Tensor, v: Tensor, slots: Tensor, layer: int) -> None:
+        """Scatter k and v [T, H, D] of one layer to ``slots`` int64 [T], each at least 0 and named once."""
+        self._slots[0, layer].index_copy_(0, slots, k)
+        self._slots[1, layer].index_copy_(0, slots, v)
