@@ -1,0 +1,76 @@
+"""The ``radixserve`` command: finds the subcommand, runs it, and turns errors meant for users into one line.
+
+A subcommand is a module of ``server/commands`` with ``run(arguments) -> exit status``. It is imported when it is
+called, so ``radixserve version`` loads nothing else.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+from radixserve import __version__
+from radixserve.engine.errors import RadixServeError
+
+COMMANDS = {
+    "serve": "serve a model over the OpenAI API",
+    "version": "print the version",
+}
+
+EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 2 for a mistake in the command line or configuration."""
+    match list(sys.argv[1:] if arguments is None else arguments):
+        case [] | ["-h" | "--help" | "help", *_]:
+            print(_overview())
+            return 0
+        case ["version" | "--version" | "-V", *_]:
+            print(__version__)
+            return 0
+        case [name, *rest] if name in COMMANDS:
+            return _run(name, rest)
+        case [name, *_]:
+            close = get_close_matches(name, COMMANDS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            return _fail(f"there is no command {name!r}{hint} (radixserve --help lists them)")
+    raise AssertionError("unreachable")
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    try:
+        status: int = import_module(f"radixserve.server.commands.{name}").run(arguments)
+    except RadixServeError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return status
+
+
+def _fail(message: str) -> int:
+    print(f"radixserve: error: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: radixserve COMMAND [options]",
+            "",
+            "OpenAI-compatible LLM inference server with a radix prefix cache.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "radixserve COMMAND --help tells the options of a command.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

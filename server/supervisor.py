@@ -1,0 +1,213 @@
+"""The ``radixserve serve`` process: starts the engine and the workers, restarts what dies, and stops all in order.
+
+One thread sleeps until a signal arrives (SIGCHLD included) or a pause or deadline is over. It loads neither torch nor
+FastAPI, so there is little in it that could die; should it be killed, its children see their lifelines end and leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE
+from radixserve.server.children import STOP_SIGNALS, Child, ChildSpec, RestartPolicy, describe_exit
+from radixserve.server.listening import listen, url_of
+from radixserve.server.runtime_folder import runtime_folder
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+
+# Workers end requests that are still running after --drain-timeout; only a stuck worker needs this much more.
+_DRAIN_MARGIN_S = 5.0
+# From the end of the lifeline to SIGKILL. A child leaves at once unless a C call holds its interpreter.
+_LEAVE_S = 3.0
+# Signals that come as close as this are one: `make` and the terminal may both pass on the same Ctrl-C.
+_SAME_SIGNAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """How children are started. ``-P`` keeps the current folder, whatever is in it, from being imported."""
+
+    engine: tuple[str, ...] = (sys.executable, "-P", "-m", "radixserve.engine.process")
+    worker: tuple[str, ...] = (sys.executable, "-P", "-m", "radixserve.server.worker")
+
+
+def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int:
+    """Serve until a signal or a failure; returns the exit status. Raises ``ConfigError`` when the port is not ours."""
+    with listen(config.host, config.port) as listener, runtime_folder() as folder, _signal_pipe() as signals:
+        print(f"radixserve listens on {url_of(listener)} and loads {config.model}; Ctrl-C stops it", flush=True)
+        environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock"}
+        engine = Child(ChildSpec("engine", commands.engine, environment))
+        fd = listener.fileno()
+        workers = [
+            Child(ChildSpec(f"worker {index}", commands.worker, {**environment, LISTEN_FD_VARIABLE: str(fd)}, (fd,)))
+            for index in range(config.api_workers)
+        ]
+        return Supervisor(config, policy, engine, workers, listener, signals).run()
+
+
+@contextmanager
+def _signal_pipe() -> Iterator[socket.socket]:
+    """A socket that becomes readable when a signal arrives, with one byte (its number) for each."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    handled = (*STOP_SIGNALS, signal.SIGCHLD)
+    # Handlers must exist for the wakeup; what is to be done is done in the loop.
+    before = {number: signal.signal(number, lambda *_: None) for number in handled}
+    before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(before_fd)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
+
+
+class Supervisor:
+    """Owns the children and decides when they start and stop. ``signals`` yields the numbers of arrived signals."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        policy: RestartPolicy,
+        engine: Child,
+        workers: list[Child],
+        listener: socket.socket,
+        signals: socket.socket,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._engine = engine
+        self._workers = workers
+        self._children = [engine, *workers]
+        self._listener = listener
+        self._signals = signals
+        self._first_stop_at: float | None = None
+        self._exit_status: int | None = None  # set when the end is decided
+
+    def run(self) -> int:
+        """Supervise until the end, in which no child is left; returns the exit status of the service."""
+        try:
+            for child in self._children:
+                child.start(self._config.to_private_json())
+            while self._exit_status is None:
+                self._handle_signals(self._wait(self._next_deadline()))
+                self._handle_deaths()
+                self._handle_deadlines()
+            return self._exit_status
+        finally:
+            self._end_children()
+
+    def _wait(self, deadline: float | None) -> set[int]:
+        """Sleep until a signal arrives or the time comes; returns the signals."""
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._signals, selectors.EVENT_READ)
+            return set(self._signals.recv(4096)) if selector.select(timeout_s) else set()
+
+    def _next_deadline(self) -> float | None:
+        times = [child.restart_at for child in self._children if child.restart_at is not None]
+        if self._first_stop_at is not None:
+            times.append(self._drain_deadline(self._first_stop_at))
+        return min(times, default=None)
+
+    def _drain_deadline(self, first_stop_at: float) -> float:
+        return first_stop_at + self._config.drain_timeout + _DRAIN_MARGIN_S
+
+    def _handle_signals(self, arrived: set[int]) -> None:
+        stops = arrived.intersection(STOP_SIGNALS)
+        if not stops:
+            return
+        now = time.monotonic()
+        if self._first_stop_at is None:
+            self._first_stop_at = now
+            self._begin_drain()
+        elif now - self._first_stop_at > _SAME_SIGNAL_S:
+            logger.warning("second %s: stopping at once", signal.Signals(min(stops)).name)
+            self._finish(128 + min(stops))
+
+    def _begin_drain(self) -> None:
+        logger.info(
+            "stopping: running requests get %g s to finish; a second signal stops at once", self._config.drain_timeout
+        )
+        self._listener.close()  # with the workers' copies closed too, new connections are refused
+        for worker in self._workers:
+            worker.restart_at = None
+            worker.send(f"drain {self._config.drain_timeout}")
+        self._engine.restart_at = None
+
+    def _handle_deaths(self) -> None:
+        for child in self._children:
+            status = child.reap()
+            if status is None:
+                continue
+            if self._first_stop_at is None:
+                self._plan_restart(child, status)
+            elif child is self._engine or status != 0:
+                logger.warning("%s %s while stopping", child.spec.name, describe_exit(status))
+        if self._first_stop_at is not None and not any(worker.alive for worker in self._workers):
+            self._finish(0)
+
+    def _plan_restart(self, child: Child, status: int) -> None:
+        now = time.monotonic()
+        child.deaths.append(now)
+        pause_s = self._policy.pause_s(child.deaths, now)
+        if status == EXIT_HOPELESS:
+            logger.error("%s cannot run (its error is above); giving up", child.spec.name)
+            self._finish(EXIT_FAILED)
+        elif pause_s is None:
+            logger.error(
+                "%s %s, for the %dth time within %g s; giving up",
+                *(child.spec.name, describe_exit(status), self._policy.max_restarts + 1, self._policy.window_s),
+            )
+            self._finish(EXIT_FAILED)
+        else:
+            logger.error("%s %s; starting it again in %.1f s", child.spec.name, describe_exit(status), pause_s)
+            child.restart_at = now + pause_s
+
+    def _handle_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._first_stop_at is not None and now >= self._drain_deadline(self._first_stop_at):
+            logger.warning("requests still run after the drain timeout: cutting them off")
+            self._finish(0)
+        for child in self._children:
+            if child.restart_at is not None and now >= child.restart_at:
+                child.start(self._config.to_private_json())
+
+    def _end_children(self) -> None:
+        """End all lifelines, and kill those that do not leave."""
+        for child in self._children:
+            child.close_lifeline()
+        self._await_ends(_LEAVE_S)
+        for child in self._still_alive():
+            logger.warning("%s does not leave: killing it", child.spec.name)
+            child.kill()
+        self._await_ends(_LEAVE_S)
+
+    def _await_ends(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while self._still_alive() and time.monotonic() < deadline:
+            self._wait(deadline)
+
+    def _still_alive(self) -> list[Child]:
+        for child in self._children:
+            child.reap()
+        return [child for child in self._children if child.alive]
+
+    def _finish(self, exit_status: int) -> None:
+        """Decide the end; the first decision stands."""
+        if self._exit_status is None:
+            self._exit_status = exit_status
