@@ -1,6 +1,6 @@
 """The KV buffer of multi-head and grouped-query attention, and how many pages fit. The only torch in kvcache.
 
-Shapes: L layers, P pages, S page_size, H kv_heads, D head_dim, T tokens of a step. Slot = page * S + offset in the page.
+Shapes: L layers, P pages, S page_size, H kv_heads, D head_dim, T tokens of a step. A slot is page * S + offset.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ class RadixPrefixCache:
         return node, matched, None, 0
 
     def _split(self, lower: _Node, upper_bytes: int) -> _Node:
-        """Cut the first ``upper_bytes`` off ``lower`` into a new parent. Handles that end at ``lower`` stay right, since
-        it keeps its end, and the new node inherits their locks, since each of them covers it too."""
+        """Cut the first ``upper_bytes`` off ``lower`` into a new parent. Handles that end at ``lower`` stay right, as it
+        keeps its end, and the new node inherits their locks, as each of them covers it too."""
         parent, num_pages = lower.parent, upper_bytes // self._page_bytes
         assert parent is not None
         upper = _Node(parent, lower.branch, lower.key[:upper_bytes], lower.pages[:num_pages].copy())
