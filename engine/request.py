@@ -1,0 +1,114 @@
+"""One request inside the engine, and the reasons to refuse one. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.step import Int32s
+from radixserve.kvcache.manager import Lease
+
+# A frontend's socket identity and the uid that is unique within it.
+RequestKey = tuple[bytes, int]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request from its acceptance to its final event; written by the scheduler only.
+
+    ``arrival`` counts accepted requests. ``max_total`` is the number of tokens, prompt included, at which it ends with
+    LENGTH. While it runs it has a ``lease``, and ``known`` are the tokens that its prefill computes: the prompt, and
+    after a retraction the output so far. ``computed`` of them are computed by the steps launched so far.
+    """
+
+    key: RequestKey
+    request_id: str
+    prompt: Int32s
+    sampling: SamplingParams
+    priority: int
+    namespace: str
+    arrival: int
+    seed: int
+    max_total: int
+    stops_on: frozenset[int]
+
+    output: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    known: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
+    computed: int = 0
+    published: int = 0  # tokens of ``known`` that other requests find in the prefix cache
+    cached_tokens: int | None = None  # by its first admission
+    overtaken: int = 0  # requests that arrived later and were admitted before it (policy lpm)
+    ended: bool = False  # its final event is out; a launched step may still hold its row
+    sound: bool = True  # false once a step that wrote its KV failed
+    waits_for: Request | None = None  # computes a prefix right now that this request shares ...
+    shared_len: int = 0  # ... and which is so many tokens long
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def uid(self) -> int:
+        return self.key[1]
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def total_len(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def unfinished(self) -> int:
+        """Known tokens that no launched step computes yet."""
+        return len(self.known) - self.computed
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether every prompt position must still be computed, so that cached KV is of no use."""
+        return self.sampling.prompt_logprobs is not None and not self.output
+
+    def all_tokens(self) -> Int32s:
+        return np.concatenate([self.prompt, np.array(self.output, np.int32)]) if self.output else self.prompt
+
+    def finish_after(self, token: int) -> FinishReason | None:
+        """Whether ``token``, the last one of ``output``, ends the request."""
+        if token in self.stops_on and len(self.output) > self.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.total_len >= self.max_total else None
+
+    def final_event(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
+        """A last event without tokens."""
+        return TokenEvent(self.uid, [], reason, cached_tokens=self.cached_tokens or 0, error=error)
+
+
+def refusal(
+    submit: Submit, prompt: Int32s, *, max_model_len: int, pool_tokens: int, vocab_size: int
+) -> Rejected | None:
+    """Why ``submit`` can never run here, or None. ``pool_tokens`` is what the whole KV pool holds."""
+    uid, length = submit.uid, len(prompt)
+    if length == 0:
+        return Rejected(uid, "the prompt is empty", code="empty_prompt", param="prompt")
+    if length + 1 > max_model_len:
+        return _too_long(uid, length, f"this model's context length is {max_model_len} tokens")
+    if length + 1 > pool_tokens:
+        return _too_long(uid, length, f"this server's KV cache holds {pool_tokens} tokens")
+    if not 0 <= int(prompt.min()) <= int(prompt.max()) < vocab_size:
+        message = f"prompt token ids must be between 0 and {vocab_size - 1}"
+        return Rejected(uid, message, code="invalid_token_id", param="prompt")
+    for name, tokens in (
+        ("logit_bias", tuple(submit.sampling.logit_bias)),
+        ("stop_token_ids", submit.sampling.stop_token_ids),
+    ):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            message = f"{name}: token ids must be between 0 and {vocab_size - 1}"
+            return Rejected(uid, message, code="invalid_token_id", param=name)
+    return None
+
+
+def _too_long(uid: int, length: int, limit: str) -> Rejected:
+    message = f"{limit}, but the prompt has {length} tokens and needs room for at least one more; shorten the prompt"
+    return Rejected(uid, message, code="context_length_exceeded", param="prompt")

@@ -1,0 +1,88 @@
+"""The requests that have a row: which compute their prompt, which decode, which only wait to leave. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from radixserve.engine.decode import DecodeRows
+from radixserve.engine.request import Request
+from radixserve.engine.step import Int32s
+from radixserve.kvcache.manager import CacheManager, Lease
+
+
+class RunningRequests:
+    """Owns the rows from admission to the return of the lease, and which launched step was the last with each.
+
+    A request that ends while a launched step contains it keeps its row and pages until that step is completed.
+    """
+
+    def __init__(self, cache: CacheManager) -> None:
+        num_rows = len(cache.page_table)
+        self.by_row: dict[int, Request] = {}
+        self.prefills: list[Request] = []  # oldest admission first, until the step with the last chunk is completed
+        self.decodes = DecodeRows(num_rows)
+        self.completed_step = 0
+        self._cache = cache
+        self._last_step = np.zeros(num_rows, np.int64)
+        self._leaving: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self.by_row)
+
+    def start(self, request: Request, lease: Lease, known: Int32s) -> None:
+        """``request`` has a row now and will compute those of its ``known`` tokens that were not cached."""
+        request.lease, request.known, request.waits_for = lease, known, None
+        request.computed = request.published = lease.cached_len
+        self.by_row[lease.row] = request
+        self.prefills.append(request)
+
+    def launched(self, rows: Int32s | int, step: int) -> None:
+        """``step`` is launched with ``rows``."""
+        self._last_step[rows] = step
+
+    def leave(self, request: Request) -> None:
+        """Give the row and pages of ``request`` back, at once or when the last launched step with it is completed."""
+        lease = _lease_of(request)
+        if self._last_step[lease.row] <= self.completed_step:
+            self._give_back(request, lease)
+            return
+        self._detach(request, lease)
+        self._leaving.append(request)
+
+    def complete_step(self, step: int) -> None:
+        """``step``, the oldest launched one, is completed. Follow with ``release_leaving``."""
+        self.completed_step += 1
+        assert step == self.completed_step, "steps are completed in the order of their launch"
+
+    def release_leaving(self) -> None:
+        """Give back the rows that the completed step was the last to hold."""
+        leaving, self._leaving = self._leaving, []
+        for request in leaving:
+            self.leave(request)
+
+    def _give_back(self, request: Request, lease: Lease) -> None:
+        num_stored = self.decodes.kv_len(lease.row) if not request.unfinished else request.computed
+        self._detach(request, lease)
+        del self.by_row[lease.row]
+        request.lease = None
+        if request.sound and lease.namespace == request.namespace:
+            self._cache.release(lease, request.all_tokens()[:num_stored])
+        else:
+            self._cache.drop(lease)
+
+    def _detach(self, request: Request, lease: Lease) -> None:
+        self.decodes.stop(lease.row)
+        if request in self.prefills:
+            self.prefills.remove(request)
+
+
+def unfinished(prefills: Iterable[Request]) -> list[Request]:
+    """Those of ``prefills`` that still have tokens to launch."""
+    return [request for request in prefills if request.unfinished]
+
+
+def _lease_of(request: Request) -> Lease:
+    assert request.lease is not None, "the request has no row"
+    return request.lease

@@ -1,0 +1,355 @@
+"""Decides what each step computes, for which requests and on which pages. Plain Python and numpy, no torch.
+
+``docs/scheduler.md`` explains the rules; in short, a step is the decodes of all running requests and, within the
+token budget, chunks of the prompts that are being computed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from radixserve.configs.schema import SchedulerOptions
+from radixserve.engine.admission import Admission
+from radixserve.engine.messages import EngineStats, FinishReason, Rejected, Submit, TokenEvent
+from radixserve.engine.policy import POLICIES
+from radixserve.engine.prefill import decode_limit, share_budget
+from radixserve.engine.request import Request, RequestKey, refusal
+from radixserve.engine.running import RunningRequests, unfinished
+from radixserve.engine.step import Int32s, PrefillChunk, RowSetup, StepPlan, StepResult
+from radixserve.kvcache.manager import CacheManager
+
+RETRY_AFTER_S = 1.0
+
+_NOT_FINITE = "the model's output for this request was not finite"
+
+Share = tuple[Request, int]  # a request and the number of its known tokens that the next step computes
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Sizes in tokens, once "auto" is resolved. ``step_tokens``: the budget of one step."""
+
+    max_model_len: int
+    vocab_size: int
+    step_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Counted since start; fields as in ``EngineStats``."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    rejected: int = 0
+    failed: int = 0
+    retracted: int = 0
+
+
+class Scheduler:
+    """Owns all requests, waiting and running, and the events that their frontends have not been sent yet.
+
+    Use: ``submit`` and ``abort`` at any time; ``schedule`` a plan, launch it, and ``complete`` (or ``fail``) the plans
+    in the order they were made. The next plan may be made before the last one is completed. ``take_events`` returns
+    what there is to tell. Every accepted request ends in exactly one event with a ``finish``.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        limits: SchedulerLimits,
+        options: SchedulerOptions,
+        *,
+        shares_prefixes: bool = True,
+        seed: int = 0,
+    ) -> None:
+        policy = POLICIES[options.schedule_policy]
+        self._cache = cache
+        self._limits = limits
+        self._rank = policy.rank
+        self._max_waiting = options.max_num_queued_reqs
+        self._pool_tokens = cache.stats().total_tokens
+        self._seeds = random.Random(seed)  # noqa: S311 (not for secrets)
+        self._requests: dict[RequestKey, Request] = {}  # accepted and not ended
+        self._running = RunningRequests(cache)
+        self._admission = Admission(
+            cache,
+            self._running,
+            policy,
+            max_running=min(decode_limit(options.max_num_seqs, limits.step_tokens), len(cache.page_table)),
+            shares_prefixes=shares_prefixes,
+        )
+        self._arrivals = 0
+        self._counters = _Counters()
+        self._events: dict[bytes, list[TokenEvent]] = defaultdict(list)
+
+    # ---- requests come and go ----
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def steps_in_flight(self) -> int:
+        return self._counters.steps - self._running.completed_step
+
+    def submit(self, frontend: bytes, submit: Submit) -> Rejected | None:
+        """Accept a request (None), or say why not. Raises ValueError when ``prompt_ids`` are not whole int32s."""
+        prompt = np.frombuffer(submit.prompt_ids, np.dtype("<i4")).astype(np.int32, copy=False)
+        rejected = self._refusal((frontend, submit.uid), submit, prompt)
+        if rejected is not None:
+            self._counters.rejected += 1
+            return rejected
+        sampling = submit.sampling
+        room = min(self._limits.max_model_len, self._pool_tokens)
+        eos = () if sampling.ignore_eos else self._limits.eos_token_ids
+        request = Request(
+            key=(frontend, submit.uid),
+            request_id=submit.request_id,
+            prompt=prompt,
+            sampling=sampling,
+            priority=submit.priority,
+            namespace=submit.namespace,
+            arrival=self._arrivals,
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            max_total=room if sampling.max_tokens is None else min(room, len(prompt) + sampling.max_tokens),
+            stops_on=frozenset((*eos, *sampling.stop_token_ids)),
+        )
+        self._arrivals += 1
+        self._requests[request.key] = request
+        self._admission.waiting.add(request)
+        return None
+
+    def abort(self, frontend: bytes, uid: int) -> None:
+        """End one request, in whatever state it is; nothing happens if it has ended or never was."""
+        request = self._requests.get((frontend, uid))
+        self._abort([] if request is None else [request])
+
+    def abort_request(self, request_id: str) -> None:
+        """End the requests that users know as ``request_id``, or all if it is ""."""
+        self._abort([r for r in self._requests.values() if request_id in ("", r.request_id)])
+
+    def forget_frontend(self, frontend: bytes) -> None:
+        """Abort all requests of a frontend that is gone, and tell it nothing."""
+        self._abort([r for r in self._requests.values() if r.key[0] == frontend])
+        self._events.pop(frontend, None)
+
+    def take_events(self) -> dict[bytes, list[TokenEvent]]:
+        """Events since the last call, by frontend."""
+        events, self._events = self._events, defaultdict(list)
+        return events
+
+    def stats(self) -> EngineStats:
+        cache = self._cache.stats()
+        return EngineStats(
+            running=len(self._requests) - len(self._admission.waiting),
+            waiting=len(self._admission.waiting),
+            kv_total_tokens=cache.total_tokens,
+            kv_free_tokens=cache.free_tokens,
+            kv_evictable_tokens=cache.evictable_tokens,
+            evicted_tokens=cache.evicted_tokens,
+            **asdict(self._counters),
+        )
+
+    def flush_cache(self) -> int:
+        """Forget every prefix that no request holds; returns how many tokens that were."""
+        return self._cache.flush()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page or row is lost, or shared by mistake."""
+        self._cache.check_integrity()
+        assert self._cache.num_free_rows + len(self._running) == len(self._cache.page_table), "a row is lost"
+
+    # ---- steps ----
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None: then nothing can be launched before a launched step is completed or a request comes.
+
+        When pages run out the youngest running request is retracted. That needs all tokens to be known, so with steps
+        in flight the answer is None, which makes the caller complete them.
+        """
+        retracted = False
+        while True:
+            decode_rows = self._running.decodes.due()
+            budget = self._limits.step_tokens - len(decode_rows)
+            if not retracted:  # else who had to step back would return at once
+                self._count_prompts(self._admission.admit(budget))
+            shares = self._share(budget)
+            if self._reserve_pages(decode_rows, shares):
+                return self._plan(decode_rows, shares) if len(decode_rows) or shares else None
+            if self.steps_in_flight:
+                return None
+            self._retract(max(self._running.by_row.values(), key=self._rank))
+            retracted = True
+
+    def complete(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in the tokens of the oldest launched plan."""
+        self._running.complete_step(plan.step)
+        failed = set(np.flatnonzero(result.failed).tolist())
+        with self._cache.deferred_frees():
+            for index, row in enumerate(plan.decode_rows.tolist()):
+                self._take_token(self._running.by_row[row], result, index, index in failed)
+            index = len(plan.decode_rows)
+            for chunk in plan.chunks:
+                request = self._running.by_row[chunk.row]
+                broken = chunk.samples and index in failed
+                if not broken and not request.ended:
+                    self._take_chunk(request, chunk, result)
+                if chunk.samples:
+                    self._take_token(request, result, index, broken)
+                    index += 1
+            self._running.release_leaving()
+
+    def fail(self, plan: StepPlan, reason: str) -> None:
+        """The oldest launched plan raised: its requests end with an error, the others go on."""
+        self._running.complete_step(plan.step)
+        rows = [*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks)]
+        for row in rows:
+            self._fail(self._running.by_row[row], reason)
+        self._running.release_leaving()
+
+    def _refusal(self, key: RequestKey, submit: Submit, prompt: Int32s) -> Rejected | None:
+        if key in self._requests:
+            return Rejected(submit.uid, f"request {submit.uid} of this frontend still runs", code="duplicate_uid")
+        num_waiting = len(self._admission.waiting)
+        if num_waiting >= self._max_waiting + self._admission.free_seats:  # who gets a seat in the next step waits not
+            message = f"the server is overloaded: {num_waiting} requests wait already; try again later"
+            return Rejected(submit.uid, message, code="queue_full", status=429, retry_after_s=RETRY_AFTER_S)
+        return refusal(
+            submit,
+            prompt,
+            max_model_len=self._limits.max_model_len,
+            pool_tokens=self._pool_tokens,
+            vocab_size=self._limits.vocab_size,
+        )
+
+    # ---- the next plan ----
+
+    def _count_prompts(self, started: Iterable[Request]) -> None:
+        for request in started:
+            if request.cached_tokens is None:  # not when it comes back from a retraction
+                request.cached_tokens = request.computed
+                self._counters.prompt_tokens += request.prompt_len
+                self._counters.cached_tokens += request.cached_tokens
+
+    def _share(self, budget: int) -> list[Share]:
+        prefills = unfinished(self._running.prefills)
+        sizes = share_budget([request.unfinished for request in prefills], budget)
+        return [(request, size) for request, size in zip(prefills, sizes, strict=True) if size]
+
+    def _reserve_pages(self, decode_rows: Int32s, shares: Sequence[Share]) -> bool:
+        """Pages for all that the step stores. False when they are short; what was reserved so far is kept."""
+        if not self._cache.extend_decodes(decode_rows, self._running.decodes.next_lens(decode_rows)):
+            return False
+        for request, size in shares:
+            assert request.lease is not None
+            if not self._cache.extend(request.lease, request.computed + size):
+                return False
+        return True
+
+    def _retract(self, request: Request) -> None:
+        """Take the row and pages of a running request and let it wait again. What it computed stays in the prefix
+        cache while there is room; its output stays, and goes on as if nothing had happened."""
+        assert len(self._running) > 1, "a request that runs alone does not fit"
+        self._running.leave(request)
+        self._admission.waiting.add(request)
+        self._counters.retracted += 1
+
+    def _plan(self, decode_rows: Int32s, shares: Sequence[Share]) -> StepPlan:
+        self._counters.steps += 1
+        step, decodes = self._counters.steps, self._running.decodes
+        kv_lens = decodes.next_lens(decode_rows)
+        decodes.advance(decode_rows)
+        self._running.launched(decode_rows, step)
+        setups: list[RowSetup] = []
+        chunks: list[PrefillChunk] = []
+        for request, size in shares:
+            assert request.lease is not None
+            row, start = request.lease.row, request.computed
+            if start == request.lease.cached_len:  # its first chunk
+                setups.append(self._setup(request, row))
+            request.computed += size
+            chunks.append(PrefillChunk(row, request.known[start : start + size], start, not request.unfinished))
+            self._running.launched(row, step)
+            if not request.unfinished:
+                decodes.start(row, len(request.known), request.max_total)
+        page_rows, page_cols, page_ids = self._cache.take_page_writes()
+        return StepPlan(step, tuple(setups), page_rows, page_cols, page_ids, decode_rows, kv_lens, tuple(chunks))
+
+    def _setup(self, request: Request, row: int) -> RowSetup:
+        eos = () if request.sampling.ignore_eos else self._limits.eos_token_ids
+        return RowSetup(row, request.sampling, request.seed, request.known, request.prompt_len, eos)
+
+    # ---- results ----
+
+    def _take_chunk(self, request: Request, chunk: PrefillChunk, result: StepResult) -> None:
+        """A chunk is computed: from now on others may use its KV."""
+        end = chunk.start + len(chunk.token_ids)
+        assert request.lease is not None
+        if request.lease.namespace == request.namespace:
+            self._cache.commit(request.lease, request.known[:end])
+            request.published = end
+        if request.needs_prompt_logprobs and result.prompt_logprobs is not None:
+            # After a retraction the prompt is computed again: what comes now takes the place of what was there.
+            request.prompt_logprobs[chunk.start :] = result.prompt_logprobs[chunk.row]
+        if chunk.samples:
+            self._running.prefills.remove(request)
+
+    def _take_token(self, request: Request, result: StepResult, index: int, broken: bool) -> None:
+        """Sample number ``index`` of a step belongs to ``request``, which may have ended since the launch."""
+        if broken:
+            self._fail(request, _NOT_FINITE)
+        if request.ended:
+            return
+        token = int(result.token_ids[index])
+        request.output.append(token)
+        self._counters.generated_tokens += 1
+        finish = request.finish_after(token)
+        logprobs = None if result.logprobs is None else result.logprobs[index]
+        event = TokenEvent(
+            request.uid,
+            [token],
+            finish,
+            request.cached_tokens or 0,
+            stop_token_id=token if finish is FinishReason.STOP and token in request.sampling.stop_token_ids else None,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=(request.prompt_logprobs or None) if len(request.output) == 1 else None,
+        )
+        self._events[request.key[0]].append(event)
+        if finish is not None:
+            self._counters.finished += 1
+            self._end(request)
+
+    # ---- ends ----
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._counters.aborted += 1
+            self._events[request.key[0]].append(request.final_event(FinishReason.ABORT))
+            self._end(request)
+
+    def _fail(self, request: Request, reason: str) -> None:
+        request.sound = False
+        if request.ended:
+            return
+        self._counters.failed += 1
+        self._events[request.key[0]].append(request.final_event(FinishReason.ERROR, reason))
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """The final event is out."""
+        request.ended = True
+        del self._requests[request.key]
+        if request.lease is None:
+            self._admission.waiting.remove(request)
+        else:
+            self._running.leave(request)
