@@ -1,0 +1,190 @@
+"""Chat templates: Jinja in a sandbox, with the functions and settings that templates on the Hub are written for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from radixserve.engine.errors import InvalidRequest, ModelError
+from radixserve.engine.model_files import read_json
+
+# A template that writes more than this has run away; the longest contexts are far shorter.
+MAX_RENDERED_CHARS = 64 * 2**20
+_RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+# Marks the end of a message that the model shall continue. A private-use character that no one types; followed by
+# a space, so that it can be seen whether the template trims its messages.
+_END_MARK = "\U0010fe0f"
+
+
+class _Refusal(TemplateError):
+    """The template itself called ``raise_exception``."""
+
+
+class ChatTemplate:
+    """A compiled template. ``special_tokens`` (``bos_token``, ...) are variables in it; ``tool_use`` is another source,
+    for requests with tools. Raises ``ModelError`` that names ``origin`` if the source is no valid template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: str, tool_use: str | None = None):
+        self.source = source
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment.filters["tojson"] = _to_json
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._default = environment.from_string(source)
+            self._tool_use = environment.from_string(tool_use) if tool_use is not None else self._default
+        except TemplateSyntaxError as error:
+            raise ModelError(f"chat template of {origin}, line {error.lineno}: {error.message}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of normalized messages. ``continue_final_message`` leaves the last message open for the
+        model to go on with. Raises ``InvalidRequest`` with what the template says against them."""
+        variables = {**self._special_tokens, "documents": None, **_checked_kwargs(chat_template_kwargs or {})}
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidRequest(
+                    "continue_final_message and add_generation_prompt exclude each other",
+                    param="continue_final_message",
+                )
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK + " "}]
+        template = self._tool_use if tools else self._default
+        try:
+            pieces = template.generate(
+                messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **variables
+            )
+            text = _join(pieces)
+        except _Refusal as error:
+            raise InvalidRequest(str(error), param="messages") from error
+        except InvalidRequest:
+            raise
+        except Exception as error:  # A template can fail in any way Python can.
+            raise InvalidRequest(
+                f"the model's chat template cannot write these messages: {error}", param="messages"
+            ) from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def template_from_file(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """A template in a file of its own: Jinja text, or JSON with a key ``chat_template``. Raises ``ModelError``."""
+    if path.suffix == ".json":
+        return template_from_config(read_json(path), special_tokens, origin=str(path)) or _not_in(path)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the chat template {path}: {error}") from error
+    return ChatTemplate(source, special_tokens, origin=str(path))
+
+
+def template_from_config(
+    config: Mapping[str, Any], special_tokens: Mapping[str, str], *, origin: str
+) -> ChatTemplate | None:
+    """The ``chat_template`` of a tokenizer_config.json: text, or a list of named ones. None without one."""
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
+    else:
+        named = {"default": value}
+    return _named_template(named, special_tokens, origin)
+
+
+def template_from_gguf(
+    metadata: Mapping[str, Any], special_tokens: Mapping[str, str], *, origin: str
+) -> ChatTemplate | None:
+    """The template in a GGUF file's metadata. None without one."""
+    key = "tokenizer.chat_template"
+    named = {"default": metadata.get(key), "tool_use": metadata.get(f"{key}.tool_use")}
+    return _named_template(named, special_tokens, origin)
+
+
+def _named_template(named: Mapping[Any, Any], special_tokens: Mapping[str, str], origin: str) -> ChatTemplate | None:
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        return None
+    tool_use = tool_use if isinstance(tool_use, str) else None
+    return ChatTemplate(default, special_tokens, origin=origin, tool_use=tool_use)
+
+
+def _not_in(path: Path) -> NoReturn:
+    raise ModelError(f"{path} has no chat_template")
+
+
+def _checked_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    if taken := sorted(_RESERVED & kwargs.keys()):
+        raise InvalidRequest(f"chat_template_kwargs must not set {', '.join(taken)}", param="chat_template_kwargs")
+    return kwargs
+
+
+def _join(pieces: Any) -> str:
+    """Join the output while watching its size."""
+    found, num_chars = [], 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise InvalidRequest("the rendered chat template is too long", param="messages")
+        found.append(piece)
+    return "".join(found)
+
+
+def _cut_at_mark(text: str) -> str:
+    before, mark, after = text.rpartition(_END_MARK)
+    if not mark:
+        raise InvalidRequest(
+            "the chat template does not write the final message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """No attribute tricks, no changes to what is passed in, and no huge strings out of a small template."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise TemplateError("chat templates must not use **")
+        for sequence, count in ((left, right), (right, left)):
+            is_sequence = isinstance(sequence, str | list | tuple) and isinstance(count, int)
+            if is_sequence and len(sequence) * count > MAX_RENDERED_CHARS:
+                raise TemplateError("the rendered chat template is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks assistant text for training; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Refusal(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Plain JSON; Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

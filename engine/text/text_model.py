@@ -1,0 +1,154 @@
+"""All that turns requests into token ids and ids into text, for one model. No torch, no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from radixserve.configs.schema import ModelOptions
+from radixserve.engine.errors import InvalidRequest, ModelError
+from radixserve.engine.gguf_reader import GGUFFile, read_gguf
+from radixserve.engine.model_files import ModelFiles, read_json
+from radixserve.engine.model_spec import ModelSpec, SamplingDefaults, load_sampling_defaults, load_spec
+from radixserve.engine.text.chat_template import (
+    ChatTemplate,
+    template_from_config,
+    template_from_file,
+    template_from_gguf,
+)
+from radixserve.engine.text.conversation import normalize_messages
+from radixserve.engine.text.gguf_tokenizer import build_gguf_tokenizer, gguf_special_tokens
+from radixserve.engine.text.literals import LiteralEncoder
+from radixserve.engine.text.tokenizer import Tokenizer, load_tokenizer, read_special_tokens
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """Tokenizer, chat template and facts of one model. Shared by all requests; any thread may call it.
+
+    ``template`` is None for a model that has none: only raw prompts work then.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    literals: LiteralEncoder
+    spec: ModelSpec
+    sampling_defaults: SamplingDefaults
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """A raw prompt: control-token text is control tokens; BOS is added if the tokenizer adds one by itself."""
+        return self.tokenizer.encode(text, add_special_tokens=True)
+
+    def render_chat(
+        self,
+        messages: object,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises ``InvalidRequest``."""
+        return self._required_template().render(
+            normalize_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def encode_chat(
+        self,
+        messages: object,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. Control tokens come from the template alone: their text in messages, tools and
+        arguments is encoded as text. No BOS is added, since templates write it. Raises ``InvalidRequest``."""
+        template = self._required_template()
+
+        def render(inputs: Mapping[str, Any]) -> str:
+            return template.render(
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **inputs
+            )
+
+        user_inputs = {
+            "messages": normalize_messages(messages),
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        return self.literals.encode(user_inputs, render)
+
+    def _required_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise InvalidRequest("the model has no chat template; use /v1/completions, or give one: --chat-template")
+        return self.template
+
+
+def load_text_model(files: ModelFiles, options: ModelOptions) -> TextModel:
+    """Read what ``files`` and ``options`` (another tokenizer or chat template, ...) say. Raises ``ModelError``."""
+    gguf = read_gguf(files.gguf) if files.gguf else None
+    tokenizer_files = _tokenizer_files(options.tokenizer) if options.tokenizer else files
+    tokenizer_gguf = gguf if tokenizer_files is files else _read_gguf(tokenizer_files)
+    tokenizer = _load_tokenizer(tokenizer_files, tokenizer_gguf)
+    template = _load_template(tokenizer_files, tokenizer_gguf, tokenizer.special_tokens, options.chat_template)
+    use_defaults = options.generation_config == "auto"
+    return TextModel(
+        tokenizer=tokenizer,
+        template=template,
+        literals=LiteralEncoder(tokenizer),
+        spec=ModelSpec.from_gguf(gguf) if gguf else load_spec(files),
+        sampling_defaults=load_sampling_defaults(files) if use_defaults else SamplingDefaults(),
+    )
+
+
+def _read_gguf(files: ModelFiles) -> GGUFFile | None:
+    return read_gguf(files.gguf) if files.gguf else None
+
+
+def _tokenizer_files(name: str) -> ModelFiles:
+    """The tokenizer given by the user: a folder with a tokenizer.json, that file, or a .gguf file."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelFiles(name, gguf=path)
+    tokenizer = path if path.is_file() else path / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelError(f"--tokenizer {name}: no such file, or no tokenizer.json in that folder")
+
+    def beside(*names: str) -> Path | None:
+        return next((tokenizer.with_name(n) for n in names if tokenizer.with_name(n).is_file()), None)
+
+    return ModelFiles(
+        name,
+        tokenizer=tokenizer,
+        tokenizer_config=beside("tokenizer_config.json"),
+        chat_template=beside("chat_template.jinja", "chat_template.json"),
+    )
+
+
+def _load_tokenizer(files: ModelFiles, gguf: GGUFFile | None) -> Tokenizer:
+    if gguf:
+        return Tokenizer(build_gguf_tokenizer(gguf.metadata), gguf_special_tokens(gguf.metadata))
+    if files.tokenizer is None:
+        raise ModelError(f"model {files.name} has no tokenizer.json; give a tokenizer with --tokenizer")
+    return Tokenizer(load_tokenizer(files.tokenizer), read_special_tokens(files.tokenizer_config))
+
+
+def _load_template(
+    files: ModelFiles, gguf: GGUFFile | None, special_tokens: Mapping[str, str], given: str | None
+) -> ChatTemplate | None:
+    if given:
+        return template_from_file(Path(given).expanduser(), special_tokens)
+    if gguf:
+        return template_from_gguf(gguf.metadata, special_tokens, origin=str(gguf.path))
+    if files.chat_template:
+        return template_from_file(files.chat_template, special_tokens)
+    if files.tokenizer_config:
+        config = read_json(files.tokenizer_config)
+        return template_from_config(config, special_tokens, origin=str(files.tokenizer_config))
+    return None
