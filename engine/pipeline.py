@@ -1,0 +1,68 @@
+"""Keeps the runner busy: plans, launches and completes steps, with or without overlap. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from radixserve.engine.scheduler import Scheduler
+from radixserve.engine.step import PendingStep, Runner, StepPlan, StepResult
+
+_log = logging.getLogger(__name__)
+
+# A device that fails so many steps on end will not recover (a CUDA error stays): the process has to be replaced.
+MAX_FAILED_STEPS_ON_END = 3
+
+
+class StepPipeline:
+    """Owns the steps in flight. With ``overlap`` the next step is planned and launched while the device runs the last
+    one, whose tokens are taken in after that; without, each step is completed before the next is planned."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._max_in_flight = 1 if overlap else 0  # when ``advance`` returns
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._failed_on_end = 0
+
+    def advance(self) -> bool:
+        """Launch the next step if there is one, and complete the oldest if it is time. False: there is nothing to do.
+
+        An exception of a step ends the requests of that step; it is raised when the device keeps failing.
+        """
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append((plan, self._launch(plan)))
+        elif not self._in_flight:
+            return False
+        if plan is None or len(self._in_flight) > self._max_in_flight:
+            self._complete(*self._in_flight.popleft())
+        return True
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:  # reported in turn, after the steps before it
+            return _FailedLaunch(error)
+
+    def _complete(self, plan: StepPlan, pending: PendingStep) -> None:
+        try:
+            result = pending.result()
+        except Exception as error:
+            self._failed_on_end += 1
+            _log.exception("step %d failed", plan.step)
+            self._scheduler.fail(plan, f"the engine failed while computing: {error}")
+            if self._failed_on_end >= MAX_FAILED_STEPS_ON_END:
+                raise
+            return
+        self._failed_on_end = 0
+        self._scheduler.complete(plan, result)
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedLaunch:
+    error: Exception
+
+    def result(self) -> StepResult:
+        raise self.error
