@@ -1,0 +1,86 @@
+"""The FastAPI application of one frontend process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.model_files import resolve_model
+from radixserve.engine.text.text_model import TextModel, load_text_model
+from radixserve.server.auth import ApiKeys
+from radixserve.server.engine_client import EngineClient
+from radixserve.server.errors import HANDLERS
+from radixserve.server.frontend import Frontend
+from radixserve.server.middleware import Gate, RequestIds
+from radixserve.server.protocol.chat import ChatRequest
+from radixserve.server.protocol.completions import CompletionRequest
+from radixserve.server.routes import generate, models, operation, text
+from radixserve.server.routes.common import IGNORED_HEADER
+
+_BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    text.TokenizeRequest,
+    text.DetokenizeRequest,
+    text.RenderRequest,
+    operation.AbortBody,
+)
+
+
+def load_text(config: ServeConfig) -> TextModel:
+    """Raises ``ModelError``."""
+    files = resolve_model(config.model, require_weights=config.load_format != "dummy")
+    return load_text_model(files, config)
+
+
+def build_app(
+    config: ServeConfig, engine_address: str, load_text: Callable[[ServeConfig], TextModel] = load_text
+) -> FastAPI:
+    """The application; it connects to the engine, and starts to load the tokenizer, when it is started up."""
+    frontend = Frontend(config, EngineClient(engine_address, config.health_timeout), load_text)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await frontend.start()
+        try:
+            yield
+        finally:
+            await frontend.close()
+
+    app = FastAPI(title="radixserve", version=version("radixserve"), lifespan=lifespan, exception_handlers=HANDLERS)
+    app.state.frontend = frontend
+    for routes in (generate, text, models, operation):
+        app.include_router(routes.router)
+    # The last one added is the outermost.
+    app.add_middleware(Gate, keys=ApiKeys(config.api_key), max_body_bytes=int(config.max_body_mb * 2**20))
+    if config.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", IGNORED_HEADER],
+        )
+    app.add_middleware(RequestIds)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, with the schemas of the bodies that routes parse themselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for body in _BODIES:
+            schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[body.__name__] = schema
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,308 @@
+"""The frontend's end of the ZMQ line to the engine: the open requests, the engine's health, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from radixserve.engine.messages import (
+    Abort,
+    AbortRequest,
+    CacheFlushed,
+    EngineStatus,
+    FinishReason,
+    FlushCache,
+    Hello,
+    Outputs,
+    Ping,
+    Rejected,
+    Submit,
+    ToEngine,
+    ToFrontend,
+    TokenEvent,
+)
+from radixserve.server.errors import RequestFailed
+
+log = logging.getLogger("radixserve.server")
+
+TICK_S = 1.0
+SEARCH_TICK_S = 0.1  # while no engine is known
+# A silent engine is greeted again after this time: it may be a new one that has not heard of us.
+GREETING_S = 2.0
+
+
+class Sink(Protocol):
+    """Takes the events of one engine request. After ``on_failed`` or an event with ``finish`` there are no more."""
+
+    def on_tokens(self, event: TokenEvent) -> None: ...
+
+    def on_failed(self, error: RequestFailed) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """``status``: ok, loading, stuck, dead or failed. ``progress`` in 0..1 while loading."""
+
+    status: str
+    reason: str = ""
+    progress: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+class EngineClient:
+    """Owns the DEALER socket, the open requests by uid, and what is known of the engine.
+
+    A plain socket with its file descriptor in the event loop, not zmq.asyncio: one message carries a whole step, and
+    each is handed to its sinks right in the reader callback, without a future or a task switch in between. Lives on
+    one event loop: ``start`` and ``close`` are called there, and so is everything else.
+    """
+
+    def __init__(self, address: str, health_timeout_s: float):
+        self._address = address
+        self._health_timeout_s = health_timeout_s
+        self._uids = itertools.count(1)
+        self._open: dict[int, Sink] = {}
+        self._flushes: dict[int, asyncio.Future[int]] = {}
+        self._status_waiters: list[asyncio.Future[None]] = []
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToFrontend)
+        self._context = zmq.Context()
+        self._pidfd: int | None = None
+        self._died = ""  # why, until the next engine is heard of
+        self._last_heard = self._last_greeting = -math.inf
+        self.status: EngineStatus | None = None
+
+    # ---- life ----
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._connect()
+        self._tick()
+
+    def close(self) -> None:
+        self._ticker.cancel()
+        self._unwatch()
+        self._disconnect()
+        self._context.term()
+
+    def _connect(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Nothing is queued while no engine listens: a send fails at once, and no stale request reaches the next engine.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Tokens must never be dropped here; open requests and their lengths bound what can queue up.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self._socket.connect(self._address)
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._last_greeting = -math.inf
+
+    def _disconnect(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close(linger=0)
+
+    def _tick(self) -> None:
+        self._ticker = self._loop.call_later(SEARCH_TICK_S if self.status is None else TICK_S, self._tick)
+        now = time.monotonic()
+        if now - max(self._last_heard, self._last_greeting) > GREETING_S and self._send(Hello(os.getpid())):
+            self._last_greeting = now
+        if self.status is not None and self._pidfd is None and not _is_alive(self.status.pid):
+            self._on_death()
+        self._on_readable()  # ZMQ's descriptor is edge-triggered; this bounds what a lost edge could cost.
+
+    # ---- requests ----
+
+    def new_uid(self) -> int:
+        return next(self._uids)
+
+    def submit(self, request: Submit, sink: Sink) -> None:
+        """Send a request; the sink gets exactly one final event unless ``abort(request.uid)`` comes first.
+
+        Raises ``RequestFailed`` when no engine is there to take it.
+        """
+        health = self.health()
+        if not health.ok:
+            raise RequestFailed(f"the engine is not ready: {health.reason}", code="engine_" + health.status)
+        if not self._send(request):
+            raise RequestFailed("the engine does not take requests", code="engine_unreachable", retry_after_s=1)
+        self._open[request.uid] = sink
+
+    def abort(self, uid: int) -> None:
+        """The caller wants no more events of ``uid``; nothing happens if it has ended."""
+        if self._open.pop(uid, None) is not None:
+            self._send(Abort(uid))
+
+    def abort_by_id(self, request_id: str) -> None:
+        """Whichever frontend has it; "" means all. Their clients get an error."""
+        self._send(AbortRequest(request_id))
+
+    def fail_all(self, error: RequestFailed) -> None:
+        """End every open request with ``error``."""
+        for uid, sink in list(self._open.items()):
+            self.abort(uid)
+            sink.on_failed(error)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def flush_cache(self, timeout_s: float = 10.0) -> int:
+        """Drop all cached prefixes that nobody uses; returns the number of tokens. Raises ``RequestFailed``."""
+        call = next(self._uids)
+        answer = self._flushes[call] = self._loop.create_future()
+        try:
+            if not self._send(FlushCache(call)):
+                raise RequestFailed("the engine is not reachable", code="engine_unreachable")
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise RequestFailed("the engine does not answer", code="engine_stuck") from None
+        finally:
+            del self._flushes[call]
+
+    # ---- health ----
+
+    def health(self) -> Health:
+        if self._died:
+            return Health("dead", self._died)
+        if self.status is None:
+            return Health("loading", "the engine is starting")
+        silence_s = self._silence_s()
+        if silence_s > self._health_timeout_s:
+            return Health("stuck", f"the engine has been silent for {silence_s:.0f} s")
+        if self.status.phase == "loading":
+            return Health("loading", self.status.detail or "the model is loading", self.status.progress)
+        if self.status.phase != "ready":
+            return Health("failed", self.status.detail or "the engine failed")
+        return Health("ok")
+
+    async def fresh_status(self, timeout_s: float = 1.0) -> EngineStatus | None:
+        """The engine's status as of now, or the last one known if it does not answer in time."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        if self._send(Ping()):
+            self._status_waiters.append(waiter)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiter, timeout_s)
+        return self.status
+
+    def _silence_s(self) -> float:
+        return time.monotonic() - self._last_heard
+
+    # ---- the wire ----
+
+    def _send(self, message: ToEngine) -> bool:
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # A send can swallow the edge that announces a received message.
+        self._loop.call_soon(self._on_readable)
+        return True
+
+    def _on_readable(self) -> None:
+        """Hand out one message, so that the tasks it woke run before the next: a chunk a token while we keep up."""
+        if self._socket.closed:
+            return
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self._last_heard = time.monotonic()
+        self._loop.call_soon(self._on_readable)
+        self._dispatch(self._decoder.decode(data))
+
+    def _dispatch(self, message: ToFrontend) -> None:
+        match message:
+            case Outputs():
+                for event in message.events:
+                    self._deliver(event)
+            case Rejected():
+                if (sink := self._open.pop(message.uid, None)) is not None:
+                    sink.on_failed(RequestFailed.from_rejected(message))
+            case EngineStatus():
+                self._on_status(message)
+            case CacheFlushed():
+                if (answer := self._flushes.get(message.call)) is not None and not answer.done():
+                    answer.set_result(message.num_tokens)
+
+    def _deliver(self, event: TokenEvent) -> None:
+        sink = self._open.get(event.uid)
+        if sink is None:
+            return  # aborted meanwhile
+        if event.finish is None:
+            sink.on_tokens(event)
+            return
+        del self._open[event.uid]
+        match event.finish:
+            case FinishReason.ERROR:
+                sink.on_failed(RequestFailed(event.error or "generation failed", status=500, code="generation_failed"))
+            case FinishReason.ABORT:
+                sink.on_failed(RequestFailed("the request was aborted", status=499, code="request_aborted"))
+            case FinishReason.STOP | FinishReason.LENGTH:
+                sink.on_tokens(event)
+
+    # ---- life and death of the engine ----
+
+    def _on_status(self, status: EngineStatus) -> None:
+        if self.status is None or status.pid != self.status.pid:
+            if self.status is not None:
+                self._fail_open("the engine was restarted")
+            self._watch(status.pid)
+        self.status = status
+        self._died = ""
+        for waiter in self._status_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._status_waiters.clear()
+
+    def _watch(self, pid: int) -> None:
+        self._unwatch()
+        # Without pidfds (not Linux, or a sandbox) the tick looks for the process.
+        with contextlib.suppress(AttributeError, OSError):
+            self._pidfd = os.pidfd_open(pid)
+            self._loop.add_reader(self._pidfd, self._on_death)
+
+    def _unwatch(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _on_death(self) -> None:
+        assert self.status is not None
+        log.error("engine process %d is gone: %d open requests fail", self.status.pid, len(self._open))
+        self._died = f"the engine process {self.status.pid} died; a new one is being started"
+        self.status = None
+        self._unwatch()
+        self._disconnect()
+        self._last_heard = -math.inf
+        self._fail_open("the engine died while it worked on this request")
+        self._connect()
+
+    def _fail_open(self, why: str) -> None:
+        failed, self._open = self._open, {}
+        for sink in failed.values():
+            sink.on_failed(RequestFailed(why, status=503, code="engine_dead", retry_after_s=2))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,103 @@
+"""OpenAI's error format, ``{"error": {message, type, param, code}}``, for everything that can go wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.engine.errors import InvalidRequest, RadixServeError
+from radixserve.engine.messages import Rejected
+
+
+class RequestFailed(RadixServeError):
+    """A request that may be right but gets no answer: the server is not ready, full, or broken; or it was aborted."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 503,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ):
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def from_rejected(cls, event: Rejected) -> RequestFailed:
+        return cls(
+            event.message,
+            status=event.status,
+            code=event.code,
+            param=event.param,
+            retry_after_s=event.retry_after_s,
+        )
+
+
+ApiError = InvalidRequest | RequestFailed
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
+    kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that fails after its headers were sent."""
+    return b"data: " + error_body(error.status, error.message, error.param, error.code) + b"\n\n"
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    headers = dict(headers or {})
+    if isinstance(error, RequestFailed) and error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    body = error_body(error.status, error.message, error.param, error.code)
+    return Response(body, error.status, headers, "application/json")
+
+
+def invalid_body(error: ValidationError) -> InvalidRequest:
+    """The first fault that pydantic found, named as a path into the body: ``messages[0].role``."""
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ""
+    for part in fault["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part != "[key]":
+            path += f".{part}" if path else part
+    what = "is required" if fault["type"] == "missing" else fault["msg"]
+    what = what.removeprefix("Value error, ").removeprefix("Input ")
+    return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+
+
+async def on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, InvalidRequest | RequestFailed)
+    return error_response(error)
+
+
+async def on_http_error(_: Request, error: Exception) -> Response:
+    """404, 405 and the like, raised by the router."""
+    assert isinstance(error, HTTPException)
+    message = "no such route" if error.status_code == 404 else str(error.detail)
+    return Response(
+        error_body(error.status_code, message), error.status_code, dict(error.headers or {}), "application/json"
+    )
+
+
+HANDLERS: dict[Any, Any] = {
+    InvalidRequest: on_api_error,
+    RequestFailed: on_api_error,
+    HTTPException: on_http_error,
+}

@@ -1,0 +1,241 @@
+"""From engine events to text: the choices of one HTTP request, each fed by one engine request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from radixserve.engine.messages import FinishReason, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.text.detokenizer import Detokenizer, StopStringMatcher
+from radixserve.server.engine_client import EngineClient
+from radixserve.server.errors import RequestFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids as the engine takes them (int32, little-endian), their number, and the text if it is known."""
+
+    ids: bytes
+    num_tokens: int
+    text: str | None = None
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobToken:
+    """A generated token with its place in the text: ``offset`` is the number of characters before it."""
+
+    logprobs: TokenLogprobs
+    offset: int
+
+
+class Choice:
+    """One choice of an answer; the sink of one engine request.
+
+    Owns the text that was decoded and not yet taken: a reader that takes it seldom gets more of it at once, so what a
+    slow client costs is bounded by its own answer. Stop strings are looked for as tokens arrive, not as they are read.
+    ``prompt_only``: the engine must generate a token, but nobody wants it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        detokenizer: Detokenizer,
+        stops: StopStringMatcher | None,
+        sampling: SamplingParams,
+        *,
+        include_stop: bool = False,
+        prompt_only: bool = False,
+    ):
+        self.index = index
+        self.prompt = prompt
+        self.sampling = sampling
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.error: RequestFailed | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.on_change: Callable[[Choice], None] = _ignore
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._include_stop = include_stop
+        self._prompt_only = prompt_only
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: deque[LogprobToken] = deque()
+        self._decoded_chars = 0
+        self._taken_chars = 0
+        self._taken_tokens = 0
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def started(self) -> bool:
+        return self.num_tokens > 0 or self.done
+
+    # ---- filled by the engine ----
+
+    def on_tokens(self, event: TokenEvent) -> None:
+        """A stop string may be found here, and then ``done`` is true before the engine knows."""
+        self._feed(event)
+        self.on_change(self)
+
+    def on_failed(self, error: RequestFailed) -> None:
+        self.error = error
+        self.on_change(self)
+
+    def _feed(self, event: TokenEvent) -> None:
+        self.cached_tokens = event.cached_tokens
+        if event.prompt_logprobs:
+            self.prompt_logprobs += event.prompt_logprobs
+        if self._prompt_only:
+            self.finish_reason = "length" if event.finish else None
+            return
+        for position, token in enumerate(event.token_ids):
+            self.num_tokens += 1
+            self._ids.append(token)
+            if event.finish is FinishReason.STOP and position == len(event.token_ids) - 1 and not self._include_stop:
+                break  # The token that ends the text is no part of it.
+            if event.logprobs is not None:
+                self._logprobs.append(LogprobToken(event.logprobs[position], self._decoded_chars))
+            if self._append(self._detokenizer.feed((token,))):
+                return
+        if event.finish is not None:
+            self._finish(event)
+
+    def _append(self, text: str) -> bool:
+        """Add decoded text; true if that completed a stop string."""
+        self._decoded_chars += len(text)
+        if self._stops is None or self.num_tokens <= self.sampling.min_tokens:
+            self._text += text
+            return False
+        self._text += self._stops.feed(text)
+        if self._stops.matched is None:
+            return False
+        self._stop_at_string(self._stops.matched)
+        return True
+
+    def _finish(self, event: TokenEvent) -> None:
+        if self._append(self._detokenizer.finish()):
+            return
+        if self._stops is not None:
+            self._text += self._stops.finish()
+        self.finish_reason = "stop" if event.finish is FinishReason.STOP else "length"
+        self.stop_reason = event.stop_token_id
+
+    def _stop_at_string(self, matched: str) -> None:
+        end = self._taken_chars + len(self._text)
+        while self._logprobs and self._logprobs[-1].offset >= end:
+            self._logprobs.pop()
+        self.finish_reason, self.stop_reason = "stop", matched
+
+    # ---- emptied by whoever writes the answer ----
+
+    def has_news(self, interval: int) -> bool:
+        """Whether there is text, or the end, to be written; but not every token if ``interval`` is above 1."""
+        if self.done:
+            return True
+        if self.num_tokens - self._taken_tokens < interval and self._taken_tokens:
+            return False
+        return bool(self._text)
+
+    def take_text(self) -> str:
+        text, self._text = self._text, ""
+        self._taken_chars += len(text)
+        self._taken_tokens = self.num_tokens
+        return text
+
+    def take_ids(self) -> list[int]:
+        ids, self._ids = self._ids, []
+        return ids
+
+    def take_logprobs(self) -> list[LogprobToken]:
+        """Logprobs of the tokens whose text was taken; at the end all that are left."""
+        ready = []
+        while self._logprobs and (self.done or self._logprobs[0].offset < self._taken_chars):
+            ready.append(self._logprobs.popleft())
+        return ready
+
+
+class Generation:
+    """All choices of one HTTP request. ``close`` (or leaving ``with``) aborts what still runs in the engine.
+
+    ``streaming``: wake the waiting task at every token instead of at the end only.
+    """
+
+    def __init__(self, client: EngineClient, choices: Sequence[Choice], *, streaming: bool):
+        self.choices = choices
+        self._client = client
+        self._streaming = streaming
+        self._uids: dict[Choice, int] = {}
+        self._num_running = len(choices)
+        self._waiter: asyncio.Future[None] | None = None
+        self.error: RequestFailed | None = None
+
+    def submit(self, request_id: str, priority: int, namespace: str) -> None:
+        """Hand all choices to the engine. Raises ``RequestFailed``."""
+        for choice in self.choices:
+            uid = self._uids[choice] = self._client.new_uid()
+            choice.on_change = self._on_change
+            request = Submit(uid, request_id, choice.prompt.ids, choice.sampling, priority, namespace)
+            self._client.submit(request, choice)
+
+    @property
+    def done(self) -> bool:
+        """Every choice is complete, or one has failed."""
+        return self._num_running == 0 or self.error is not None
+
+    @property
+    def started(self) -> bool:
+        return any(choice.started for choice in self.choices)
+
+    async def wait(self) -> None:
+        """Until something changes, or ``wake`` is called."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def wait_until_started(self, timeout_s: float) -> None:
+        """Until the engine has said something about the request, but no longer than ``timeout_s``."""
+        timer = asyncio.get_running_loop().call_later(timeout_s, self.wake)
+        if not self.started:
+            await self.wait()
+        timer.cancel()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        for uid in self._uids.values():
+            self._client.abort(uid)
+        self._uids.clear()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _on_change(self, choice: Choice) -> None:
+        if choice.done:
+            self._num_running -= 1
+            self.error = self.error or choice.error
+            self._client.abort(self._uids[choice])  # Only a stop string leaves something to abort.
+        if self._streaming or self.done:
+            self.wake()

@@ -1,0 +1,168 @@
+"""ASGI layers around the routes. Plain ASGI, no BaseHTTPMiddleware: streamed tokens pass through here one by one.
+
+From the outside: ``RequestIds`` (every response gets its id), CORS (starlette's, so that refusals carry its headers
+too), ``Gate`` (who and what gets in), the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.server.auth import ApiKeys
+from radixserve.server.errors import RequestFailed, error_response
+from radixserve.server.protocol.fields import is_request_id
+
+log = logging.getLogger("radixserve.server")
+
+
+class RequestIds:
+    """Names each request: by the client's X-Request-Id if it is a sane one, else by a random id."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if is_request_id(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        header = (b"x-request-id", request_id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Gate:
+    """Checks keys, refuses work while draining, reads bodies up to a limit, and cancels handlers whose client is gone.
+
+    ``num_active`` counts the POST requests inside.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int):
+        self._app = app
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            return await refusal(scope, receive, send)
+        if scope["method"] != "POST":
+            return await self._guard(_Call(scope, b"", receive, send), watch=False)
+        body = await self._read(receive)
+        if isinstance(body, Response):
+            return await body(scope, receive, send)
+        if body is None:
+            return None
+        frontend = scope["app"].state.frontend
+        frontend.num_active += 1
+        try:
+            await self._guard(_Call(scope, body, receive, send), watch=True)
+        finally:
+            frontend.num_active -= 1
+        return None
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        authorization = headers.get("authorization")
+        raw = None if authorization is None else authorization.encode("latin-1")
+        if not self._keys.admits(scope["method"], scope["path"], raw):
+            error = InvalidRequest("a valid API key is needed", code="invalid_api_key", status=401)
+            return error_response(error, {"www-authenticate": "Bearer"})
+        if scope["method"] == "POST" and scope["app"].state.frontend.draining:
+            shutdown = RequestFailed("the server is shutting down", code="draining", retry_after_s=5)
+            return error_response(shutdown, {"connection": "close"})
+        if int(headers.get("content-length") or 0) > self._max_body_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> Response:
+        limit = f"{self._max_body_bytes / 2**20:g} MiB"
+        return error_response(InvalidRequest(f"the body is larger than {limit}", code="body_too_large", status=413))
+
+    async def _read(self, receive: Receive) -> bytes | Response | None:
+        """The whole body, a refusal of it, or None if the client left before it was complete."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                return self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    async def _guard(self, call: _Call, *, watch: bool) -> None:
+        try:
+            await (call.run_while_connected(self._app) if watch else call.run(self._app))
+        except Exception:
+            log.exception("request %s failed", call.scope["state"]["request_id"])
+            if call.started:
+                raise  # uvicorn cuts the connection, so that the client sees a broken answer as broken
+            failure = RequestFailed("internal error", status=500, code="internal_error")
+            await error_response(failure)(call.scope, call.receive, call.send)
+
+
+class _Call:
+    """One request whose body has been read."""
+
+    def __init__(self, scope: Scope, body: bytes, receive: Receive, send: Send):
+        self.scope = scope
+        self.started = False
+        self._body: bytes | None = body
+        self._receive = receive
+        self._send = send
+        self._complete = False
+        self._gone = False
+
+    async def run(self, app: ASGIApp) -> None:
+        await app(self.scope, self.receive, self.send)
+
+    async def run_while_connected(self, app: ASGIApp) -> None:
+        """Run ``app``, but cancel it (whatever it awaits) when the client disconnects before the answer is complete."""
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._watch(task))
+        try:
+            await self.run(app)
+        except asyncio.CancelledError:
+            if not self._gone and not self.scope["app"].state.frontend.draining:
+                raise
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, task: asyncio.Task[None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        # The end of a response looks like a disconnect too.
+        if not self._complete:
+            self._gone = True
+            task.cancel()
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.Future[None]()  # There is nothing more; a disconnect comes as a cancellation.
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+        elif not message.get("more_body", False):
+            self._complete = True
+        await self._send(message)

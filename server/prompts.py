@@ -1,0 +1,91 @@
+"""From validated requests to prompts: chat template, tokenization, and the checks that need the number of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.text.text_model import TextModel
+from radixserve.server.generation import Prompt
+from radixserve.server.protocol.chat import ChatPromptRequest
+from radixserve.server.protocol.completions import CompletionRequest
+
+# Nobody writes a text of so many characters a token, so it is worth a look before it is encoded.
+_SUSPICIOUS_CHARS_PER_TOKEN = 16
+
+
+def chat_text(text: TextModel, request: ChatPromptRequest) -> str:
+    """The rendered prompt. Raises ``InvalidRequest`` with what the template says against it."""
+    return text.render_chat(
+        request.messages,
+        add_generation_prompt=request.opens_turn,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=request.template_variables,
+    )
+
+
+def chat_ids(text: TextModel, request: ChatPromptRequest) -> list[int]:
+    """The prompt's token ids; text of control tokens in messages is only text."""
+    return text.encode_chat(
+        request.messages,
+        add_generation_prompt=request.opens_turn,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=request.template_variables,
+    )
+
+
+def chat_prompt(text: TextModel, request: ChatPromptRequest, max_model_len: int) -> Prompt:
+    num_chars = sum(len(message["content"]) for message in request.messages)
+    if num_chars > _SUSPICIOUS_CHARS_PER_TOKEN * max_model_len:
+        _refuse_hopeless(text, "".join(message["content"] for message in request.messages), max_model_len, "messages")
+    return checked_prompt(chat_ids(text, request), max_model_len, "messages")
+
+
+def completion_prompts(
+    text: TextModel, request: CompletionRequest, max_model_len: int, vocab_size: int
+) -> list[Prompt]:
+    return [_completion_prompt(text, request, prompt, max_model_len, vocab_size) for prompt in request.prompts]
+
+
+def _completion_prompt(
+    text: TextModel, request: CompletionRequest, prompt: str | list[int], max_model_len: int, vocab_size: int
+) -> Prompt:
+    if isinstance(prompt, str):
+        if len(prompt) > _SUSPICIOUS_CHARS_PER_TOKEN * max_model_len:
+            _refuse_hopeless(text, prompt, max_model_len, "prompt")
+        ids = text.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        return checked_prompt(ids, max_model_len, "prompt", prompt)
+    checked = checked_prompt(prompt, max_model_len, "prompt", None)
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise InvalidRequest(f"prompt: token ids must be between 0 and {vocab_size - 1}", param="prompt")
+    if not request.echo:
+        return checked
+    return Prompt(checked.ids, checked.num_tokens, text.tokenizer.decode(prompt, skip_special_tokens=False))
+
+
+def checked_prompt(ids: list[int], max_model_len: int, param: str, text: str | None = None) -> Prompt:
+    """Raises ``InvalidRequest`` if no token could follow ``ids``."""
+    if not ids:
+        raise InvalidRequest(f"{param}: the prompt is empty", param=param, code="empty_prompt")
+    if len(ids) >= max_model_len:
+        raise _too_long(f"has {len(ids)} tokens", max_model_len, param)
+    try:
+        packed = np.asarray(ids, np.dtype("<i4")).tobytes()
+    except OverflowError:
+        raise InvalidRequest(f"{param}: a token id is out of range", param=param) from None
+    return Prompt(packed, len(ids), text)
+
+
+def _refuse_hopeless(text: TextModel, prompt: str, max_model_len: int, param: str) -> None:
+    fewest = text.tokenizer.fewest_tokens(prompt)
+    if fewest >= max_model_len:
+        raise _too_long(f"has at least {fewest} tokens", max_model_len, param)
+
+
+def _too_long(how_long: str, max_model_len: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"this model's context length is {max_model_len} tokens, but the prompt {how_long} "
+        "and needs room for at least one more; shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )

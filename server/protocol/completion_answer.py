@@ -1,0 +1,57 @@
+"""Answers of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from radixserve.server.generation import Choice, LogprobToken
+from radixserve.server.protocol.answer import Answer, prompt_ids
+from radixserve.server.protocol.completions import CompletionRequest
+from radixserve.server.protocol.logprobs import CompletionLogprobs, Vocabulary
+
+
+class CompletionAnswer(Answer):
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, answer_id: str, model: str, request: CompletionRequest, vocabulary: Vocabulary):
+        super().__init__(answer_id, model, request, vocabulary)
+        self._echo = request.echo
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None if self._request.num_logprobs is None else CompletionLogprobs(self._vocabulary)
+        if logprobs is not None and self._echo:
+            logprobs.add_prompt(prompt_ids(choice), choice.prompt_logprobs)
+        text = self._echoed(choice)
+        if logprobs is not None:
+            logprobs.add(choice.take_logprobs(), len(text))
+        text += choice.take_text()
+        whole = {"index": choice.index, "text": text, "logprobs": logprobs and logprobs.as_dict()}
+        if self._wants_ids:
+            whole["token_ids"] = choice.take_ids()
+        return whole | self.finish_fields(choice) | self.prompt_fields(choice)
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        fields = self.prompt_fields(choice)
+        if not self._echo:
+            return self.piece(choice.index, "") | fields if fields else None
+        chunk = self.piece(choice.index, self._echoed(choice))
+        if self._request.num_logprobs is not None:
+            logprobs = CompletionLogprobs(self._vocabulary)
+            logprobs.add_prompt(prompt_ids(choice), choice.prompt_logprobs)
+            chunk["logprobs"] = logprobs.as_dict()
+        return chunk | fields
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def ending(self, choice: Choice) -> dict[str, Any]:
+        return self.piece(choice.index, "") | self.finish_fields(choice)
+
+    def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any]:
+        logprobs = CompletionLogprobs(self._vocabulary)
+        logprobs.add(tokens, len(self._echoed(choice)))
+        return logprobs.as_dict()
+
+    def _echoed(self, choice: Choice) -> str:
+        return (choice.prompt.text or "") if self._echo else ""

@@ -1,0 +1,101 @@
+"""What the request models are made of: strictness, field types with their checks, and the way from a body to a model.
+
+Everything that a request may contain is declared in a model, once. A field is honoured, or harmless (accepted and not
+used), or ``only(...)`` the values that ask for nothing. What no model declares is ignored, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, TypeVar
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.server.errors import invalid_body
+
+_INTEGER = re.compile(r"-?\d{1,18}")
+_HEADER_SAFE = re.compile(r"[\w.\-]{1,64}")
+_REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
+_MAX_IGNORED_NAMES = 16
+
+
+class RequestModel(BaseModel):
+    """Strict: a boolean is no number, a string no integer. JSON has no tuples, so sequences are lists."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+
+Model = TypeVar("Model", bound=RequestModel)
+
+
+def parse_body(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
+    """The body as ``model``, and the names of the fields that nobody knows. A null is the same as no field.
+
+    Raises ``InvalidRequest``.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    known = model.model_fields
+    unknown = [name for name in fields if name not in known and _HEADER_SAFE.fullmatch(name)]
+    given = {name: value for name, value in fields.items() if value is not None and name in known}
+    try:
+        return model.model_validate(given), unknown[:_MAX_IGNORED_NAMES]
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def only(*harmless: object) -> AfterValidator:
+    """For a known field that would change the answer and is not supported: just these values pass."""
+
+    def check(value: object) -> object:
+        if value not in harmless:
+            raise ValueError("is not supported by this server")
+        return value
+
+    return AfterValidator(check)
+
+
+def is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def _request_id(value: str) -> str:
+    if not is_request_id(value):
+        raise ValueError("must be 1 to 128 letters, digits, or one of _ . : -")
+    return value
+
+
+def _list_of(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _integer_keys(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not _INTEGER.fullmatch(str(key)):
+            raise ValueError(f"{key!r} is not a token id")
+    return {int(key): bias for key, bias in value.items()}
+
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Harmless = Annotated[object, Field(description="Accepted; makes no difference")]
+RequestId = Annotated[str, AfterValidator(_request_id)]
+Stop = Annotated[
+    list[str],
+    BeforeValidator(_list_of),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_integer_keys),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]

@@ -1,0 +1,131 @@
+"""The fields that chat completions and completions share, and the sampling parameters they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.server.protocol.fields import Harmless, Int64, LogitBias, RequestId, RequestModel, Stop, only
+
+MAX_CHOICES = 128
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Harmless = None
+
+
+def _only_text(value: object) -> object:
+    if not isinstance(value, dict) or value.get("type") != "text":
+        raise ValueError('only {"type": "text"} is supported by this server')
+    return value
+
+
+class GenerationRequest(RequestModel):
+    """Ranges of sampling parameters are checked by ``SamplingParams``, for every way into the engine alike."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: Int64 | None = None
+    max_tokens: int | None = Field(None, description="Default: the room left in the context")
+    min_tokens: Int64 = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias = {}
+    stop: Stop = []
+    stop_token_ids: list[Int64] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    cache_salt: str = Field("", max_length=1024, description="Requests with different salts share no cached prefix")
+    priority: Int64 = Field(0, description="Lower runs earlier (--schedule-policy priority)")
+    request_id: RequestId | None = None
+
+    user: Harmless = None
+    metadata: Harmless = None
+    store: Harmless = None
+    service_tier: Harmless = None
+    safety_identifier: Harmless = None
+    prompt_cache_key: Harmless = None
+    prompt_cache_retention: Harmless = None
+
+    response_format: Annotated[object, AfterValidator(_only_text)] = None
+    structured_outputs: Annotated[object, only({})] = None
+    guided_json: Annotated[object, only()] = None
+    guided_regex: Annotated[object, only()] = None
+    guided_choice: Annotated[object, only()] = None
+    guided_grammar: Annotated[object, only()] = None
+    regex: Annotated[object, only()] = None
+    ebnf: Annotated[object, only()] = None
+    use_beam_search: Annotated[object, only(False)] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate, None for the room left."""
+        return self.max_tokens
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether only the prompt is of interest, and no generated token."""
+        return False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report beside each token's logprob; None: no logprobs."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.prompt_logprobs
+
+    def sampling(self, defaults: Mapping[str, float], max_model_len: int, vocab_size: int) -> SamplingParams:
+        """Raises ``InvalidRequest``. ``defaults``: what the model's authors recommend for absent fields."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        self._check_token_ids(vocab_size)
+        limit = self.token_limit
+        if limit is not None and limit > max_model_len:
+            raise InvalidRequest(
+                f"max_tokens is above the model's context length of {max_model_len} tokens", param="max_tokens"
+            )
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        chosen = dict(defaults) | {name: value for name, value in given.items() if value is not None}
+        if "top_k" in chosen:
+            chosen["top_k"] = min(int(chosen["top_k"]), vocab_size)
+        return SamplingParams(
+            **chosen,
+            max_tokens=limit,
+            min_tokens=self.min_tokens if limit else min(self.min_tokens, max_model_len),
+            seed=self.seed,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=self.logit_bias,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+        )
+
+    def _check_token_ids(self, vocab_size: int) -> None:
+        for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequest(
+                        f"{field}: {token} is not a token id of this model, which has {vocab_size}", param=field
+                    )

@@ -1,0 +1,44 @@
+"""What the routes share: the frontend, the parsed body, headers, and the schemas of bodies for OpenAPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.server.frontend import Frontend
+from radixserve.server.protocol.fields import Model, RequestModel, parse_body
+
+IGNORED_HEADER = "x-radixserve-ignored-fields"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[Model]):
+    body: Model
+    headers: dict[str, str]  # for the answer
+
+
+def frontend_of(request: Request) -> Frontend:
+    frontend = request.app.state.frontend
+    assert isinstance(frontend, Frontend)
+    return frontend
+
+
+async def parsed(request: Request, model: type[Model]) -> Parsed[Model]:
+    """The body; big ones are parsed in a thread. Raises ``InvalidRequest``."""
+    data = await request.body()
+    body, unknown = await frontend_of(request).offload(len(data), lambda: parse_body(model, data))
+    return Parsed(body, {IGNORED_HEADER: ",".join(unknown)} if unknown else {})
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def takes(model: type[RequestModel]) -> dict[str, Any]:
+    """``openapi_extra`` of a route that parses its body itself. Referenced schemas go to ``components`` later."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,126 @@
+"""/v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.text.detokenizer import StopStringMatcher
+from radixserve.server.frontend import Frontend
+from radixserve.server.generation import Choice, Generation, Prompt
+from radixserve.server.prompts import chat_prompt, completion_prompts
+from radixserve.server.protocol.answer import Answer
+from radixserve.server.protocol.chat import ChatRequest
+from radixserve.server.protocol.chat_answer import ChatAnswer
+from radixserve.server.protocol.completion_answer import CompletionAnswer
+from radixserve.server.protocol.completions import CompletionRequest
+from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.routes.common import frontend_of, parsed, takes
+from radixserve.server.sse import EventStream
+
+router = APIRouter(tags=["generation"])
+
+CHAT_PREFIX = "chatcmpl-"
+COMPLETION_PREFIX = "cmpl-"
+# How long a stream's headers wait for the engine's first word: a refusal comes at once and is an HTTP status then, but
+# a client must not wait for headers through the prefill of somebody's long prompt.
+FIRST_WORD_S = 10.0
+
+
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
+async def create_chat_completion(request: Request) -> Response:
+    frontend = frontend_of(request)
+    call = await parsed(request, ChatRequest)
+    body, model = call.body, frontend.check_model(call.body.model)
+    max_model_len, text = frontend.max_model_len, frontend.text
+    sampling = body.sampling(frontend.sampling_defaults, max_model_len, frontend.vocab_size)
+    num_bytes = len(await request.body())
+    prompt = await frontend.offload(num_bytes, lambda: chat_prompt(text, body, max_model_len))
+    request_id = body.request_id or request.state.request_id
+    answer = ChatAnswer(CHAT_PREFIX + request_id, model, body, text.tokenizer)
+    return await _respond(frontend, body, [prompt], sampling, answer, request_id, call.headers)
+
+
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    frontend = frontend_of(request)
+    call = await parsed(request, CompletionRequest)
+    body, model = call.body, frontend.check_model(call.body.model)
+    max_model_len, vocab_size, text = frontend.max_model_len, frontend.vocab_size, frontend.text
+    sampling = body.sampling(frontend.sampling_defaults, max_model_len, vocab_size)
+    num_bytes = len(await request.body())
+    prompts = await frontend.offload(num_bytes, lambda: completion_prompts(text, body, max_model_len, vocab_size))
+    request_id = body.request_id or request.state.request_id
+    answer = CompletionAnswer(COMPLETION_PREFIX + request_id, model, body, text.tokenizer)
+    return await _respond(frontend, body, prompts, sampling, answer, request_id, call.headers)
+
+
+async def _respond(
+    frontend: Frontend,
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    answer: Answer,
+    request_id: str,
+    headers: dict[str, str],
+) -> Response:
+    choices = _choices(frontend, body, prompts, sampling)
+    generation = Generation(frontend.client, choices, streaming=body.stream)
+    try:
+        generation.submit(request_id, body.priority, body.cache_salt)
+        if body.stream:
+            await generation.wait_until_started(FIRST_WORD_S)
+        else:
+            while not generation.done:
+                await generation.wait()
+        if generation.error is not None:
+            raise generation.error
+    except BaseException:
+        generation.close()
+        raise
+    if body.stream:
+        return EventStream(generation, answer, frontend.config.stream_interval, headers)
+    return Response(answer.whole(choices), headers=headers, media_type="application/json")
+
+
+def _choices(
+    frontend: Frontend, body: GenerationRequest, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> list[Choice]:
+    """``n`` for each prompt, in OpenAI's order."""
+    tokenizer = frontend.text.tokenizer
+    limited = {prompt: _within_room(sampling, frontend.max_model_len - prompt.num_tokens) for prompt in set(prompts)}
+    return [
+        Choice(
+            index,
+            prompt,
+            tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens),
+            _stops(body),
+            _with_seed(limited[prompt], index % body.n),
+            include_stop=body.include_stop_str_in_output,
+            prompt_only=body.scores_only,
+        )
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
+    ]
+
+
+def _stops(body: GenerationRequest) -> StopStringMatcher | None:
+    if not body.stop:
+        return None
+    return StopStringMatcher(body.stop, include_stop_str_in_output=body.include_stop_str_in_output)
+
+
+def _within_room(sampling: SamplingParams, room: int) -> SamplingParams:
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+
+
+def _with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:
+    """Choices of one seeded request differ, and do so in the same way every time."""
+    if sampling.seed is None or offset == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + offset + 2**63) % 2**64 - 2**63)

@@ -1,0 +1,78 @@
+"""Routes for operators: health, versions, effective configuration, aborting, flushing the cache."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version as package_version
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.server.protocol.fields import RequestModel
+from radixserve.server.routes.common import frontend_of, json_response, parsed, takes
+from radixserve.server.routes.generate import CHAT_PREFIX, COMPLETION_PREFIX
+
+router = APIRouter(tags=["operation"])
+
+
+class AbortBody(RequestModel):
+    """``rid`` is SGLang's name for ``request_id``."""
+
+    request_id: str = ""
+    rid: str = ""
+    abort_all: bool = False
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+async def health(request: Request) -> Response:
+    """200 only if a request could be served now; else 503 with the reason, and the progress while loading."""
+    state = frontend_of(request).health()
+    content = {"status": state.status}
+    if state.ok:
+        return json_response(content)
+    details = {"reason": state.reason} | ({"progress": state.progress} if state.status == "loading" else {})
+    return json_response(content | details, 503, {"retry-after": "1", "cache-control": "no-store"})
+
+
+@router.get("/version")
+async def version() -> Response:
+    return json_response({"version": package_version("radixserve")})
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    frontend = frontend_of(request)
+    status = await frontend.client.fresh_status()
+    content = {
+        "version": package_version("radixserve"),
+        "status": frontend.health().status,
+        "worker_pid": os.getpid(),
+        "engine_pid": status.pid if status else None,
+        "max_model_len": status.max_model_len if status else None,
+        "vocab_size": status.vocab_size if status else None,
+        "open_requests": frontend.client.num_open,
+        "stats": msgspec.to_builtins(status.stats) if status else {},
+        "config": frontend.config.model_dump(mode="json", exclude={"api_key"}),
+    }
+    return json_response(content)
+
+
+@router.post("/abort_request", openapi_extra=takes(AbortBody))
+async def abort_request(request: Request) -> Response:
+    """End a request by the id in its answer, or by its x-request-id; its client gets an error."""
+    body = (await parsed(request, AbortBody)).body
+    given = body.request_id or body.rid
+    if not given and not body.abort_all:
+        raise InvalidRequest("request_id (or abort_all: true) is required", param="request_id")
+    request_id = "" if body.abort_all else given.removeprefix(CHAT_PREFIX).removeprefix(COMPLETION_PREFIX)
+    frontend_of(request).client.abort_by_id(request_id)
+    return json_response({"status": "ok"})
+
+
+@router.post("/flush_cache")
+async def flush_cache(request: Request) -> Response:
+    """Drop all cached prefixes that no running request holds; answers how many tokens they had."""
+    return json_response({"num_tokens": await frontend_of(request).client.flush_cache()})

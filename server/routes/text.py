@@ -1,0 +1,104 @@
+"""/tokenize, /detokenize and /v1/chat/completions/render: the text side of the model by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.server.frontend import Frontend
+from radixserve.server.prompts import chat_ids, chat_text
+from radixserve.server.protocol.chat import ChatPromptRequest, Messages
+from radixserve.server.protocol.fields import Int64, RequestModel
+from radixserve.server.routes.common import Parsed, frontend_of, json_response, parsed, takes
+
+router = APIRouter(tags=["text"])
+
+
+class TokenizeRequest(RequestModel):
+    """``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def as_chat(self) -> ChatPromptRequest:
+        if self.messages is None:
+            raise InvalidRequest("prompt or messages is required", param="prompt")
+        return ChatPromptRequest(
+            messages=self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class DetokenizeRequest(RequestModel):
+    model: str | None = None
+    tokens: list[Int64]
+    skip_special_tokens: bool = False
+
+
+class RenderRequest(ChatPromptRequest):
+    model: str | None = None
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    frontend = frontend_of(request)
+    call = await parsed(request, TokenizeRequest)
+    body, text = call.body, frontend.text
+    frontend.check_model(body.model)
+
+    def encode() -> list[int]:
+        if body.prompt is None:
+            return chat_ids(text, body.as_chat())
+        return text.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+
+    ids = await frontend.offload(len(await request.body()), encode)
+    strings = [text.tokenizer.token(token) for token in ids] if body.return_token_strs else None
+    counts = {"count": len(ids), "max_model_len": _context_length(frontend)}
+    return json_response({**counts, "tokens": ids, "token_strs": strings}, headers=call.headers)
+
+
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    frontend = frontend_of(request)
+    call = await parsed(request, DetokenizeRequest)
+    body, tokenizer = call.body, frontend.text.tokenizer
+    frontend.check_model(body.model)
+
+    def decode() -> str:
+        for token in body.tokens:
+            if not 0 <= token < tokenizer.vocab_size:
+                raise InvalidRequest(f"tokens: {token} is not a token id", param="tokens")
+        return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+
+    prompt = await frontend.offload(len(await request.body()), decode)
+    return json_response({"prompt": prompt}, headers=call.headers)
+
+
+@router.post("/v1/chat/completions/render", openapi_extra=takes(RenderRequest))
+async def render(request: Request) -> Response:
+    """The prompt that a chat request would have, as text and as token ids."""
+    frontend = frontend_of(request)
+    call: Parsed[RenderRequest] = await parsed(request, RenderRequest)
+    body, text = call.body, frontend.text
+    frontend.check_model(body.model)
+    num_bytes = len(await request.body())
+    rendered, ids = await frontend.offload(num_bytes, lambda: (chat_text(text, body), chat_ids(text, body)))
+    content = {"prompt": rendered, "prompt_token_ids": ids, "count": len(ids)}
+    return json_response(content, headers=call.headers)
+
+
+def _context_length(frontend: Frontend) -> int:
+    status = frontend.client.status
+    return status.max_model_len if status and status.max_model_len else frontend.text.spec.max_position
