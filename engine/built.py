@@ -1,9 +1,11 @@
-"""What ``engine/build.py`` (torch) hands to the process that runs the loop (no torch)."""
+"""What ``engine/build.py`` (torch) hands to whoever runs the steps, and the scheduler for it. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.scheduler import Scheduler, SchedulerLimits
 from radixserve.engine.step import Runner
 from radixserve.kvcache.manager import CacheManager
 
@@ -23,3 +25,10 @@ class BuiltEngine:
     max_num_batched_tokens: int
     overlap: bool
     description: str
+
+
+def new_scheduler(built: BuiltEngine, config: ServeConfig) -> Scheduler:
+    """The scheduler that feeds ``built.runner``."""
+    limits = SchedulerLimits(built.max_model_len, built.vocab_size, built.max_num_batched_tokens, built.eos_token_ids)
+    shares_prefixes = not config.disable_radix_cache
+    return Scheduler(built.cache, limits, config, shares_prefixes=shares_prefixes, seed=config.seed)

@@ -1,0 +1,69 @@
+"""What frontends hear while the model loads. No torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from radixserve.engine.frontends import Frontends
+from radixserve.engine.loop import HEARTBEAT_S
+from radixserve.engine.messages import CacheFlushed, EngineStatus, FlushCache, Hello, Ping, Rejected, Submit
+
+_POLL_MS = 50
+_RETRY_AFTER_S = 5.0
+
+
+class Progress:
+    """How far loading is; called by the loading code, read by the thread that answers."""
+
+    def __init__(self) -> None:
+        self._state = ("starting", 0.0)
+
+    def __call__(self, what: str, fraction: float) -> None:
+        self._state = (what, fraction)
+
+    def status(self) -> EngineStatus:
+        what, fraction = self._state
+        return EngineStatus(os.getpid(), "loading", what, fraction)
+
+
+@contextmanager
+def answering(frontends: Frontends) -> Iterator[Progress]:
+    """Scope in which a thread answers ``frontends`` with heartbeats and refuses requests; nobody else may use them.
+
+    The model is loaded by the caller's thread, because settings of torch and CUDA belong to a thread.
+    """
+    progress = Progress()
+    done = threading.Event()
+    thread = threading.Thread(target=_answer, args=(frontends, progress, done), name="loading", daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        done.set()
+        thread.join()
+
+
+def _answer(frontends: Frontends, progress: Progress, done: threading.Event) -> None:
+    next_heartbeat = 0.0
+    while not done.is_set():
+        for frontend, message in frontends.receive(_POLL_MS):
+            match message:
+                case Hello() | Ping():
+                    frontends.send(frontend, progress.status())
+                case Submit(uid):
+                    text = "the model is loading; try again later"
+                    frontends.send(
+                        frontend, Rejected(uid, text, code="loading", status=503, retry_after_s=_RETRY_AFTER_S)
+                    )
+                case FlushCache(call):
+                    frontends.send(frontend, CacheFlushed(call, 0))
+                case _:  # nothing runs that could be aborted
+                    pass
+        frontends.take_gone()
+        if time.monotonic() >= next_heartbeat:
+            next_heartbeat = time.monotonic() + HEARTBEAT_S
+            frontends.tell_all(progress.status())

@@ -1,0 +1,104 @@
+"""The engine's main loop: messages in, steps, messages out, heartbeats. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from radixserve.engine.frontends import Frontends
+from radixserve.engine.messages import (
+    Abort,
+    AbortRequest,
+    CacheFlushed,
+    EngineStatus,
+    FlushCache,
+    Hello,
+    Outputs,
+    Ping,
+    Rejected,
+    Submit,
+    ToEngine,
+)
+from radixserve.engine.pipeline import StepPipeline
+from radixserve.engine.scheduler import Scheduler
+from radixserve.engine.step import Runner
+
+HEARTBEAT_S = 0.5
+
+
+class EngineLoop:
+    """Moves messages between the frontends and the scheduler, and keeps the step pipeline going.
+
+    ``ready`` is the status that frontends get, completed by the statistics of the moment.
+    """
+
+    def __init__(
+        self, frontends: Frontends, scheduler: Scheduler, runner: Runner, *, overlap: bool, ready: EngineStatus
+    ) -> None:
+        self._frontends = frontends
+        self._scheduler = scheduler
+        self._pipeline = StepPipeline(scheduler, runner, overlap=overlap)
+        self._ready = ready
+        self._next_heartbeat = 0.0
+        self._checked = False  # integrity, since the last step
+
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Serve until ``should_stop``, which is asked between steps and at each heartbeat."""
+        while not should_stop():
+            self._turn()
+
+    def _turn(self) -> None:
+        """At most one step. Blocks only when idle, and then no longer than to the next heartbeat."""
+        busy = self._pipeline.advance()
+        for frontend, events in self._scheduler.take_events().items():
+            self._frontends.send(frontend, Outputs(events))
+        messages = self._frontends.receive(0 if busy else self._ms_to_heartbeat())
+        for frontend, message in messages:
+            self._handle(frontend, message)
+        for frontend in self._frontends.take_gone():
+            self._scheduler.forget_frontend(frontend)
+        if time.monotonic() >= self._next_heartbeat:
+            self._next_heartbeat = time.monotonic() + HEARTBEAT_S
+            self._frontends.tell_all(self._status())
+            if not busy and not messages:
+                self._check_integrity()
+        if busy:
+            self._checked = False
+
+    def _handle(self, frontend: bytes, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(frontend, message)
+            case Abort(uid):
+                self._scheduler.abort(frontend, uid)
+            case AbortRequest(request_id):
+                self._scheduler.abort_request(request_id)
+            case FlushCache(call):
+                self._frontends.send(frontend, CacheFlushed(call, self._scheduler.flush_cache()))
+            case Hello() | Ping():
+                self._frontends.send(frontend, self._status())
+            case _:
+                assert_never(message)
+
+    def _submit(self, frontend: bytes, submit: Submit) -> None:
+        try:
+            rejected = self._scheduler.submit(frontend, submit)
+        except ValueError as error:
+            rejected = Rejected(submit.uid, f"malformed request: {error}", code="malformed", param="prompt")
+        if rejected is not None:
+            self._frontends.send(frontend, rejected)
+
+    def _check_integrity(self) -> None:
+        """Once in each quiet period, when nobody waits for it. An error ends the process, which is then replaced."""
+        if not self._checked:
+            self._scheduler.check_integrity()
+            self._checked = True
+
+    def _ms_to_heartbeat(self) -> int:
+        return max(0, int(1000 * (self._next_heartbeat - time.monotonic())) + 1)
+
+    def _status(self) -> EngineStatus:
+        return msgspec.structs.replace(self._ready, stats=self._scheduler.stats())

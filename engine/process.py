@@ -1,0 +1,72 @@
+"""The engine process, ``python -m radixserve.engine.process``: started by the supervisor, see ``lifeline``.
+
+Exit status 3: the model or the configuration is wrong, starting again would not help. 1: a crash.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine import lifeline
+from radixserve.engine.built import BuiltEngine, new_scheduler
+from radixserve.engine.errors import ConfigError, ModelError
+from radixserve.engine.frontends import Frontends
+from radixserve.engine.loading import answering
+from radixserve.engine.loop import EngineLoop
+from radixserve.engine.messages import EngineStatus
+
+Build = Callable[[ServeConfig, Callable[[str, float], None]], BuiltEngine]
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Take the configuration from the lifeline, load, serve. Returns the exit status."""
+    try:
+        config = lifeline.read_config()
+    except ConfigError as error:
+        print(f"radixserve: {error}", file=sys.stderr)
+        return lifeline.EXIT_HOPELESS
+    lifeline.watch()
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    return serve(config, os.environ[lifeline.IPC_VARIABLE], _build)
+
+
+def serve(config: ServeConfig, address: str, build: Build) -> int:
+    """Load with ``build`` and serve the frontends at ``address`` for ever; returns when the model cannot be loaded."""
+    frontends = Frontends(address)
+    try:
+        with answering(frontends) as progress:
+            built = build(config, progress)
+            scheduler = new_scheduler(built, config)
+    except (ModelError, ConfigError) as error:
+        print(f"radixserve: {error}", file=sys.stderr)
+        frontends.tell_all(EngineStatus(os.getpid(), "failed", str(error)))
+        frontends.close()
+        return lifeline.EXIT_HOPELESS
+    _log.info("engine ready: %s", built.description)
+    ready = EngineStatus(
+        os.getpid(), "ready", built.description, 1.0, max_model_len=built.max_model_len, vocab_size=built.vocab_size
+    )
+    # The model's objects stay for good: leave them out of every later garbage collection.
+    gc.collect()
+    gc.freeze()
+    EngineLoop(frontends, scheduler, built.runner, overlap=built.overlap, ready=ready).run()
+    return 0
+
+
+def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltEngine:
+    from radixserve.engine.build import build_engine  # late: it loads torch, which takes seconds
+
+    return build_engine(config, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
