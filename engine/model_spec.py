@@ -237,9 +237,10 @@ def _refuse_unsupported(config: Json) -> None:
 def _rope_of_config(config: Json, head_dim: int) -> RopeSpec:
     """transformers 5 writes ``rope_parameters``; before that there were ``rope_theta`` and ``rope_scaling``."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
-    rotary = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    return RopeSpec(float(theta), int(head_dim * rotary), _rope_scaling(parameters))
+    merged = {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0, **config, **parameters}
+    reader = _Reader(merged, "config.json")
+    rotary_dim = int(head_dim * reader.number("partial_rotary_factor"))
+    return RopeSpec(reader.number("rope_theta"), rotary_dim, _rope_scaling(parameters))
 
 
 def _rope_scaling(parameters: Json) -> RopeScaling | None:

@@ -1,0 +1,173 @@
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from radixserve.engine.errors import ModelError
+from radixserve.engine.gguf_reader import read_gguf
+from radixserve.engine.model_files import ModelFiles, resolve_model
+from radixserve.engine.model_spec import (
+    FrequencyDivisors,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    SamplingDefaults,
+    load_sampling_defaults,
+    load_spec,
+)
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "tie_word_embeddings": True,
+    "torch_dtype": "float16",
+    "rope_theta": 10000,
+}
+
+
+def test_a_llama_config_is_read():
+    spec = ModelSpec.from_config(LLAMA)
+    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("llama", 2, 4, 2)
+    assert (spec.head_dim, spec.rope.rotary_dim, spec.rope.theta) == (16, 16, 10000.0)
+    assert (spec.bos_token_id, spec.eos_token_ids, spec.dtype) == (1, (2, 3), "float16")
+    assert spec.tie_embeddings and not spec.qk_norm and not spec.attention_bias
+
+
+def test_a_qwen3_config_normalizes_queries_and_keys_and_has_its_own_head_size():
+    spec = ModelSpec.from_config(
+        {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "use_sliding_window": False}
+    )
+    assert (spec.architecture, spec.qk_norm, spec.head_dim) == ("qwen3", True, 32)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"type": "linear", "factor": 2}, LinearScaling(2.0)),
+        (LLAMA3, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+    ],
+)
+def test_old_and_new_spelling_of_rope_give_the_same(scaling, expected):
+    old = ModelSpec.from_config({**LLAMA, "rope_theta": 500_000.0, "rope_scaling": scaling})
+    without_theta = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    new = ModelSpec.from_config({**without_theta, "rope_parameters": {**scaling, "rope_theta": 500_000.0}})
+    assert old.rope == new.rope
+    assert old.rope.theta == 500_000.0 and old.rope.scaling == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["BertModel"]}, "BertModel.*LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "mamba"}, "mamba"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn.*llama3"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"sliding_window": 256}, "sliding_window"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size must be an integer"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "cannot share"),
+    ],
+)
+def test_what_is_not_supported_is_named(change, message):
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.from_config({**LLAMA, **change})
+
+
+def test_the_spec_of_the_default_model():
+    spec = load_spec(resolve_model("smollm2-135m-instruct"))
+    assert (spec.architecture, spec.vocab_size, spec.hidden_size, spec.num_layers) == ("llama", 49152, 576, 30)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_position) == (9, 3, 64, 8192)
+    assert (spec.rope.theta, spec.rope.scaling, spec.eos_token_ids) == (100_000.0, None, (2,))
+    assert spec.tie_embeddings
+
+
+def gguf_with(path: Path, architecture: str = "llama", divisors: list[float] | None = None, **extra: int) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 64,
+        "feed_forward_length": 128,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "vocab_size": 100,
+    }
+    for key, value in {**sizes, **extra}.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_tensor("output.weight", np.zeros((2, 2), np.float32))
+    if divisors:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_rope_divisors_come_from_a_tensor_in_gguf(tmp_path):
+    divisors = [1.0, 1.0, 2.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    spec = ModelSpec.from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", divisors=divisors)))
+    assert spec.rope.scaling == FrequencyDivisors(tuple(divisors))
+    assert not spec.tie_embeddings
+
+
+def test_an_unknown_gguf_architecture_lists_the_supported_ones(tmp_path):
+    with pytest.raises(ModelError, match="falcon.*llama"):
+        ModelSpec.from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", "falcon")))
+
+
+def test_mixtures_of_experts_in_gguf_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="experts"):
+        ModelSpec.from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", expert_count=8)))
+
+
+def write(folder: Path, config: object, generation_config: object) -> ModelFiles:
+    for name, value in {"config.json": config, "generation_config.json": generation_config}.items():
+        (folder / name).write_text(json.dumps(value))
+    return ModelFiles("m", config=folder / "config.json", generation_config=folder / "generation_config.json")
+
+
+def test_end_of_sequence_ids_of_both_files_are_joined(tmp_path):
+    files = write(tmp_path, {**LLAMA, "eos_token_id": 2}, {"eos_token_id": [7, 2]})
+    assert load_spec(files).eos_token_ids == (7, 2)
+
+
+def test_sampling_defaults_come_from_the_generation_config(tmp_path):
+    files = write(tmp_path, LLAMA, {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True})
+    assert load_sampling_defaults(files) == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
+    assert load_sampling_defaults(ModelFiles("m")) == SamplingDefaults()
+
+
+def test_a_sampling_default_that_is_no_number_is_named():
+    with pytest.raises(ModelError, match="temperature"):
+        SamplingDefaults.from_generation_config({"temperature": "hot"})
+
+
+def test_a_config_that_is_not_an_object_is_a_model_error(tmp_path):
+    with pytest.raises(ModelError, match="not a JSON object"):
+        load_spec(write(tmp_path, [1], {}))
