@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PREFIX = "radixserve-"
 _LOCK_NAME = "lock"
-_MAX_SOCKET_PATH = 100  # bytes that a path of a unix socket may have, with some to spare for the file's name
+_MAX_BASE_BYTES = 107 - 40  # the longest path of a unix socket, less what we add to the base
 
 
 @contextmanager
@@ -37,11 +37,7 @@ def runtime_folder() -> Iterator[Path]:
 
 def _base_folder() -> Path:
     for candidate in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
-        if (
-            candidate
-            and os.access(candidate, os.W_OK | os.X_OK)
-            and len(os.fsencode(candidate)) < _MAX_SOCKET_PATH - 40
-        ):
+        if candidate and os.access(candidate, os.W_OK | os.X_OK) and len(os.fsencode(candidate)) <= _MAX_BASE_BYTES:
             return Path(candidate)
     return Path("/tmp")
 

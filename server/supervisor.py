@@ -162,6 +162,8 @@ class Supervisor:
             self._finish(0)
 
     def _plan_restart(self, child: Child, status: int) -> None:
+        if self._exit_status is not None:
+            return  # an engine that gives up takes its workers along
         now = time.monotonic()
         child.deaths.append(now)
         pause_s = self._policy.pause_s(child.deaths, now)
@@ -170,7 +172,7 @@ class Supervisor:
             self._finish(EXIT_FAILED)
         elif pause_s is None:
             logger.error(
-                "%s %s, for the %dth time within %g s; giving up",
+                "%s %s, %d times within %g s; giving up",
                 *(child.spec.name, describe_exit(status), self._policy.max_restarts + 1, self._policy.window_s),
             )
             self._finish(EXIT_FAILED)
