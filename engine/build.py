@@ -1,0 +1,222 @@
+"""Wires an engine from its configuration: finds the device, loads the model, sizes the cache, warms up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.built import BuiltEngine
+from radixserve.engine.errors import ConfigError
+from radixserve.engine.gguf_reader import read_gguf
+from radixserve.engine.gguf_weights import gguf_tensors
+from radixserve.engine.host import available_memory, usable_cores
+from radixserve.engine.model_files import ModelFiles, resolve_model
+from radixserve.engine.model_spec import ModelSpec, load_spec
+from radixserve.engine.models.llama import LlamaForCausalLM
+from radixserve.engine.models.registry import create_model
+from radixserve.engine.runner import ModelRunner
+from radixserve.engine.sampler import Sampler
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.sizing import (
+    choose_dtype,
+    choose_model_len,
+    choose_num_pages,
+    choose_overlap,
+    choose_page_size,
+    choose_step_tokens,
+    cpu_kv_bytes,
+    cuda_kv_bytes,
+)
+from radixserve.engine.step import PrefillChunk, RowSetup, StepPlan
+from radixserve.engine.weights import Progress, fill_random, load_weights, safetensors_tensors
+from radixserve.kernels.interface import AttentionShape
+from radixserve.kernels.select import BackendUnavailable, select_attention, select_ops
+from radixserve.kvcache.manager import CacheManager
+from radixserve.kvcache.mha import MHAKVCache, page_bytes
+from radixserve.kvcache.naive import NaivePrefixCache
+from radixserve.kvcache.radix import RadixPrefixCache
+
+
+def ignore_progress(detail: str, share: float) -> None:
+    """A ``Progress`` for callers who do not show any."""
+
+
+def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> BuiltEngine:
+    """Load the model of ``config`` and everything around it; minutes for a large one, reported to ``progress``.
+
+    Raises ``ModelError`` and ``ConfigError`` with a remedy for what the user can change.
+    """
+    progress("finding the model", 0.0)
+    device = _resolve_device(config)
+    files = resolve_model(config.model, require_weights=config.load_format != "dummy")
+    spec = load_spec(files)
+    sizes = _resolve_sizes(config, spec, device)
+    model = _load_model(config, files, spec, sizes, progress)
+    progress("sizing the KV cache", 1.0)
+    parts = _Parts(config, spec, sizes, model)
+    num_pages = parts.choose_num_pages()
+    runner = parts.runner(num_pages)
+    progress("warming up", 1.0)
+    warm_up(runner, num_tokens=16, num_rows=1, max_len=sizes.max_model_len, vocab_size=spec.vocab_size)
+    prefixes = NaivePrefixCache if config.disable_radix_cache else RadixPrefixCache
+    cache = CacheManager(prefixes(sizes.page_size), num_pages, config.max_num_seqs, sizes.max_pages_per_row)
+    return BuiltEngine(
+        runner=runner,
+        cache=cache,
+        max_model_len=sizes.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        max_num_batched_tokens=sizes.step_tokens,
+        overlap=choose_overlap(config, device.type),
+        description=(
+            f"{config.model} ({spec.architecture}) in {str(sizes.dtype).removeprefix('torch.')} on {device}: "
+            f"{num_pages} KV pages of {sizes.page_size} tokens, context {sizes.max_model_len}"
+        ),
+    )
+
+
+def warm_up(runner: ModelRunner, num_tokens: int, num_rows: int, max_len: int, vocab_size: int) -> None:
+    """Run a step of ``num_tokens`` prompt tokens in ``num_rows`` sampling sequences, all on page 0, so that kernels are
+    loaded, and the memory of a step of that size is known. Only before the runner serves requests."""
+    num_rows = min(num_rows, num_tokens)
+    share = min(max_len, num_tokens // num_rows)
+    ids = (np.arange(share) % vocab_size).astype(np.int32)
+    nothing = np.zeros(0, np.int32)
+    sampling = SamplingParams(temperature=0.9, top_p=0.9)
+    plan = StepPlan(
+        step=0,
+        setups=tuple(RowSetup(row, sampling, 0, ids, share, ()) for row in range(num_rows)),
+        page_rows=nothing,
+        page_cols=nothing,
+        page_ids=nothing,
+        decode_rows=nothing,
+        decode_lens=nothing,
+        chunks=tuple(PrefillChunk(row, ids, 0, True) for row in range(num_rows)),
+    )
+    runner.launch(plan).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What "auto" came to."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    page_size: int
+    step_tokens: int
+
+    @property
+    def max_pages_per_row(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a runner is made of, but for the number of its KV pages."""
+
+    config: ServeConfig
+    spec: ModelSpec
+    sizes: _Sizes
+    model: LlamaForCausalLM
+
+    def runner(self, num_pages: int) -> ModelRunner:
+        spec, sizes, config = self.spec, self.sizes, self.config
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, sizes.page_size, sizes.dtype)
+        try:
+            attention = select_attention(config.attention_backend, shape, sizes.device)
+            kv = MHAKVCache.allocate(
+                spec.num_layers,
+                num_pages,
+                sizes.page_size,
+                spec.num_kv_heads,
+                spec.head_dim,
+                sizes.dtype,
+                sizes.device,
+            )
+        except (BackendUnavailable, MemoryError) as error:
+            raise ConfigError(str(error)) from error
+        return ModelRunner(
+            self.model,
+            kv,
+            attention,
+            select_ops(sizes.device),
+            Sampler(config.max_num_seqs, spec.vocab_size, sizes.device),
+            max_rows=config.max_num_seqs,
+            max_pages_per_row=sizes.max_pages_per_row,
+        )
+
+    def choose_num_pages(self) -> int:
+        spec, sizes, config = self.spec, self.sizes, self.config
+        if config.num_pages is not None:
+            return config.num_pages
+        if sizes.device.type == "cpu":
+            free_bytes = cpu_kv_bytes(available_memory())
+        else:
+            step_bytes = self._measure_step_bytes()
+            free, total = torch.cuda.mem_get_info(sizes.device)
+            free_bytes = cuda_kv_bytes(total, total - free, step_bytes, config.gpu_memory_utilization)
+        return choose_num_pages(
+            config,
+            free_bytes,
+            page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, sizes.dtype),
+            sizes.page_size,
+            sizes.max_model_len,
+            config.max_num_seqs * sizes.max_model_len,
+        )
+
+    def _measure_step_bytes(self) -> int:
+        """Peak of device memory that the largest step takes beside weights and KV."""
+        runner = self.runner(num_pages=1)
+        torch.cuda.reset_peak_memory_stats(self.sizes.device)
+        before = torch.cuda.memory_allocated(self.sizes.device)
+        warm_up(
+            runner,
+            self.sizes.step_tokens,
+            self.config.max_num_seqs,
+            self.sizes.max_model_len,
+            self.spec.vocab_size,
+        )
+        peak = torch.cuda.max_memory_allocated(self.sizes.device) - before
+        del runner
+        torch.cuda.empty_cache()
+        return peak
+
+
+def _resolve_device(config: ServeConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device cuda was asked for, but torch finds no CUDA device; use --device cpu")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError("tensor_parallel_size above 1 is not supported; use --tensor-parallel-size 1")
+    if config.device == "cuda" or (config.device == "auto" and has_cuda):
+        return torch.device("cuda")
+    torch.set_num_threads(config.cpu_threads or usable_cores())
+    return torch.device("cpu")
+
+
+def _resolve_sizes(config: ServeConfig, spec: ModelSpec, device: torch.device) -> _Sizes:
+    has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    return _Sizes(
+        device=device,
+        dtype=choose_dtype(config.dtype, spec.dtype, device.type, has_native_bf16),
+        max_model_len=choose_model_len(config, spec),
+        page_size=choose_page_size(config),
+        step_tokens=choose_step_tokens(config, device.type),
+    )
+
+
+def _load_model(
+    config: ServeConfig, files: ModelFiles, spec: ModelSpec, sizes: _Sizes, progress: Progress
+) -> LlamaForCausalLM:
+    model = create_model(spec, sizes.dtype, sizes.device, sizes.max_model_len)
+    if config.load_format == "dummy":
+        fill_random(model, config.seed)
+    elif files.gguf:
+        load_weights(model, gguf_tensors(read_gguf(files.gguf), spec), progress)
+    else:
+        load_weights(model, safetensors_tensors(files.weights), progress)
+    return model

@@ -1,0 +1,93 @@
+"""The weights of a GGUF file under the names and in the layout of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixserve.engine.errors import ModelError
+from radixserve.engine.gguf_reader import GGUFFile, GGUFTensor
+from radixserve.engine.model_spec import ModelSpec
+from radixserve.engine.weights import StoredTensor
+
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+# Not weights: the specification of the model has read them.
+_METADATA_TENSORS = ("rope_freqs.weight",)
+_T = GGMLQuantizationType
+_SUPPORTED = (
+    _T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K,
+)  # fmt: skip
+_CHUNK_ELEMENTS = 1 << 23  # dequantized at a time: 32 MiB of fp32
+
+
+def gguf_tensors(gguf: GGUFFile, spec: ModelSpec) -> Iterator[StoredTensor]:
+    """All weights of ``gguf``. Raises ``ModelError`` for a quantization that cannot be read."""
+    for tensor in gguf.tensors.values():
+        if tensor.name in _METADATA_TENSORS:
+            continue
+        if tensor.quantization not in _SUPPORTED:
+            supported = ", ".join(kind.name for kind in _SUPPORTED)
+            raise ModelError(
+                f"{gguf.path.name}: {tensor.name} is {tensor.quantization.name}, which is not supported ({supported})"
+            )
+        yield StoredTensor(_checkpoint_name(tensor.name), tensor.shape, _reader(gguf, tensor, spec))
+
+
+def _checkpoint_name(name: str) -> str:
+    """Unknown names are kept: the loader reports them as unexpected."""
+    stem, _, kind = name.rpartition(".")
+    if block := _BLOCK.fullmatch(stem):
+        index, part = block.groups()
+        return f"model.layers.{index}.{_BLOCK_NAMES[part]}.{kind}" if part in _BLOCK_NAMES else name
+    return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
+
+
+def _reader(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec) -> Callable[[Tensor], None]:
+    def copy_to(place: Tensor) -> None:
+        # Vectors are one row; quantization blocks never cross rows, so rows can be moved while still quantized.
+        rows = gguf.raw(tensor.name).reshape(*(tensor.shape[:-1] or (1,)), -1)
+        rows = _half_rotation_order(rows, tensor, spec)
+        flat = place.reshape(rows.shape[0], -1) if place.dim() > 1 else place.view(1, -1)
+        step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
+        for first in range(0, len(rows), step):
+            values = dequantize(rows[first : first + step], tensor.quantization)
+            flat[first : first + step].copy_(torch.from_numpy(np.require(values, np.float32, "CW")))
+
+    return copy_to
+
+
+def _half_rotation_order(rows: NDArray[np.uint8], tensor: GGUFTensor, spec: ModelSpec) -> NDArray[np.uint8]:
+    """llama.cpp stores the q and k rows of each Llama head so that rotary pairs are neighbours; undo that: row
+    (pair, half) of a head goes back to (half, pair)."""
+    if spec.architecture != "llama":
+        return rows
+    if re.search(r"attn_q\.(weight|bias)$", tensor.name):
+        num_heads = spec.num_heads
+    elif re.search(r"attn_k\.(weight|bias)$", tensor.name):
+        num_heads = spec.num_kv_heads
+    else:
+        return rows
+    unit_bytes = rows.size // tensor.shape[0]  # a row of a matrix, an element of a bias
+    units = rows.reshape(num_heads, -1, 2, unit_bytes)
+    return np.ascontiguousarray(units.swapaxes(1, 2)).reshape(rows.shape)

@@ -1,0 +1,86 @@
+"""What "auto" means: pure functions from the options, the model and the machine to sizes. Errors name the remedy."""
+
+from __future__ import annotations
+
+import torch
+
+from radixserve.configs.schema import CacheOptions, ModelOptions, SchedulerOptions
+from radixserve.engine.errors import ConfigError
+from radixserve.engine.model_spec import ModelSpec
+from radixserve.kvcache.mha import pages_that_fit
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PAGE_TOKENS = 16
+# A step must be long enough to be efficient and short enough not to keep decodes waiting.
+_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+# On the CPU the KV cache shares memory with everything else.
+_CPU_MEMORY_SHARE = 0.4
+_CPU_KV_BYTES = 4 << 30
+
+
+def choose_dtype(requested: str, checkpoint: str, device: str, has_native_bf16: bool) -> torch.dtype:
+    """Type of weights and KV. "auto": on CUDA the checkpoint's own, but not the slow fp32; on the CPU what it computes
+    natively."""
+    if requested != "auto":
+        return _DTYPES[requested]
+    if device == "cpu":
+        return torch.bfloat16 if has_native_bf16 else torch.float32
+    return torch.float16 if checkpoint == "float16" else torch.bfloat16
+
+
+def choose_model_len(options: ModelOptions, spec: ModelSpec) -> int:
+    """Context length in tokens. Raises ``ConfigError`` when more is asked for than the model knows positions."""
+    if options.max_model_len is None:
+        return spec.max_position
+    if options.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len {options.max_model_len} is more than the {spec.max_position} positions of the model; "
+            f"lower --max-model-len"
+        )
+    return options.max_model_len
+
+
+def choose_page_size(options: CacheOptions) -> int:
+    return options.page_size or _PAGE_TOKENS
+
+
+def choose_step_tokens(options: SchedulerOptions, device: str) -> int:
+    """Token budget of a step."""
+    return options.max_num_batched_tokens or _STEP_TOKENS[device]
+
+
+def choose_overlap(options: SchedulerOptions, device: str) -> bool:
+    """Planning a step while the last one runs pays where a device computes, not where the CPU itself does."""
+    disabled = options.disable_overlap_schedule
+    return device == "cuda" if disabled is None else not disabled
+
+
+def choose_num_pages(
+    options: CacheOptions, free_bytes: int, page_bytes: int, page_size: int, max_model_len: int, most_tokens: int
+) -> int:
+    """KV pages: what was asked for, or what fits in ``free_bytes``, and no more than ``most_tokens`` need.
+
+    Raises ``ConfigError`` when not even one request of full length fits.
+    """
+    if options.num_pages is not None:
+        return options.num_pages
+    useful = -(-most_tokens // page_size)
+    num_pages = min(useful, pages_that_fit(free_bytes, page_bytes))
+    if num_pages * page_size >= max_model_len:
+        return num_pages
+    raise ConfigError(
+        f"memory is short: {free_bytes / 2**30:.2f} GiB are free for the KV cache, which holds {num_pages * page_size} "
+        f"tokens; one request of {max_model_len} tokens needs {max_model_len * page_bytes / page_size / 2**30:.2f} GiB. "
+        f"Lower --max-model-len, raise --gpu-memory-utilization, or set --num-pages to serve shorter requests only"
+    )
+
+
+def cpu_kv_bytes(available_bytes: int) -> int:
+    """Share of the memory that is free after loading; untouched pages cost nothing."""
+    return min(int(available_bytes * _CPU_MEMORY_SHARE), _CPU_KV_BYTES)
+
+
+def cuda_kv_bytes(total_bytes: int, used_bytes: int, step_bytes: int, utilization: float) -> int:
+    """What ``utilization`` of the device leaves beside what is in use now (weights and others) and the measured peak
+    of the largest step."""
+    return max(0, int(total_bytes * utilization) - used_bytes - step_bytes)

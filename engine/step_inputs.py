@@ -1,0 +1,68 @@
+"""The numbers of a step plan as flat arrays, laid out on the host and sent to the device in one copy."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixserve.engine.step import Int32s, StepPlan
+from radixserve.engine.transfer import to_device
+
+Array = TypeVar("Array", Int32s, Tensor)
+
+
+class StepInputs(NamedTuple, Generic[Array]):
+    """int32 throughout. T tokens, S sequences (decodes, then chunks), C tokens of chunks, N samples, P page writes."""
+
+    positions: Array  # [T]
+    slots: Array  # [T]
+    chunk_ids: Array  # [C]
+    rows: Array  # [S]
+    kv_lens: Array  # [S], with this step's tokens
+    query_starts: Array  # [S + 1]
+    sample_tokens: Array  # [N], where in T the sampled sequences end
+    sample_rows: Array  # [N]
+    sample_lens: Array  # [N], tokens known before the sampled one
+    page_rows: Array  # [P]
+    page_cols: Array  # [P]
+    page_ids: Array  # [P]
+
+
+def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[Int32s]:
+    """``page_table`` [max_rows, max_pages] already has the plan's writes."""
+    chunks = plan.chunks
+    num_decodes = len(plan.decode_rows)
+    chunk_lens = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+    chunk_starts = np.array([chunk.start for chunk in chunks], np.int32)
+    rows = np.concatenate((plan.decode_rows, np.array([chunk.row for chunk in chunks], np.int32)))
+    query_lens = np.concatenate((np.ones(num_decodes, np.int32), chunk_lens))
+    kv_lens = np.concatenate((plan.decode_lens, chunk_starts + chunk_lens))
+    query_starts = np.concatenate((np.zeros(1, np.int32), np.cumsum(query_lens, dtype=np.int32)))
+    first_positions = kv_lens - query_lens
+    positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(first_positions - query_starts[:-1], query_lens)
+    pages = page_table[np.repeat(rows, query_lens), positions // page_size]
+    samples = np.flatnonzero([True] * num_decodes + [chunk.samples for chunk in chunks])
+    return StepInputs(
+        positions=positions,
+        slots=pages * page_size + positions % page_size,
+        chunk_ids=np.concatenate([np.zeros(0, np.int32), *(chunk.token_ids for chunk in chunks)]),
+        rows=rows,
+        kv_lens=kv_lens,
+        query_starts=query_starts,
+        sample_tokens=query_starts[1:][samples] - 1,
+        sample_rows=rows[samples],
+        sample_lens=kv_lens[samples],
+        page_rows=plan.page_rows,
+        page_cols=plan.page_cols,
+        # A cell written twice has its last value both times, so that the order of writes on the device does not matter.
+        page_ids=page_table[plan.page_rows, plan.page_cols],
+    )
+
+
+def upload(host: StepInputs[Int32s], device: torch.device) -> StepInputs[Tensor]:
+    """One copy; the results are views of it."""
+    packed = to_device(np.concatenate(host), device)
+    return StepInputs(*packed.split([len(array) for array in host]))

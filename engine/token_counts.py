@@ -1,0 +1,49 @@
+"""Which tokens a request has seen and produced, for the penalties on repeating them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixserve.engine.step import Int32s
+from radixserve.engine.transfer import to_device
+
+
+class TokenCounts:
+    """Owns, per row, how often each token was produced and which were in the prompt. [max_rows, vocab] each,
+    allocated when the first request with penalties comes."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
+        self._shape = (max_rows, vocab_size)
+        self._device = device
+        self._produced: Tensor | None = None  # int32
+        self._in_prompt: Tensor | None = None  # bool
+
+    def reset(self, row: int, token_ids: Int32s, prompt_len: int) -> None:
+        """Start ``row`` with a request's known tokens."""
+        produced, in_prompt = self._tables()
+        known = to_device(token_ids.astype("int64"), self._device)
+        ones = torch.ones(len(token_ids) - prompt_len, dtype=produced.dtype, device=self._device)
+        produced[row].zero_().index_put_((known[prompt_len:],), ones, accumulate=True)
+        in_prompt[row].zero_()[known[:prompt_len]] = True
+
+    def add(self, rows: Tensor, token_ids: Tensor) -> None:
+        """One more token of each of ``rows`` [n], all different."""
+        produced, _ = self._tables()
+        produced[rows.long(), token_ids] += 1
+
+    def penalize(self, logits: Tensor, rows: Tensor, penalties: Tensor) -> Tensor:
+        """logits [n, vocab] after ``penalties`` [n, 3]: repetition (divides; prompt and output, as in CTRL), frequency
+        and presence (subtracted; output only, as in the OpenAI API)."""
+        produced, in_prompt = self._tables()
+        counts = produced[rows]
+        repetition, frequency, presence = penalties.split(1, dim=-1)
+        seen = (counts > 0) | in_prompt[rows]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        return torch.where(seen, repeated, logits) - counts * frequency - (counts > 0) * presence
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        if self._produced is None or self._in_prompt is None:
+            self._produced = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        return self._produced, self._in_prompt

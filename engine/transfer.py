@@ -1,0 +1,32 @@
+"""Copies between host and device that do not wait for each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy ``array`` in the order of the current stream. On the CPU the result shares its memory: do not write to it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    # The pinned block returns to torch's cache only after the copy has run.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Start a copy to (pinned) host memory; it may be read after an event recorded later is reached."""
+    return tensor.to("cpu", non_blocking=True)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Mark this point of the current stream. None on a device that has no stream: all is done already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,67 @@
+"""Paged attention by FlashInfer: prompt chunks over their cached prefixes, and decodes as chunks of one token.
+
+Its planner runs on the host and needs host lengths, which a ``BatchLayout`` has; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixserve.kernels.interface import AttentionShape, BatchLayout
+
+WORKSPACE_BYTES = 256 << 20  # split sequences leave their parts here
+
+
+class FlashInferAttention:
+    """``AttentionKernel`` for any mix of decodes and chunks. Owns FlashInfer's workspace and the plan of the step."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device):
+        self._shape = shape
+        self._device = device
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+
+    def plan(self, layout: BatchLayout) -> None:
+        self.plan_from(layout, 0)
+
+    def plan_from(self, layout: BatchLayout, first: int) -> None:
+        """Plan the sequences ``first ..`` only; ``run`` then takes their queries only."""
+        rows, kv_lens = layout.rows_host[first:], layout.kv_lens_host[first:]
+        starts = layout.query_starts_host[first:] - layout.query_starts_host[first]
+        num_pages = -(-kv_lens // layout.page_size)
+        page_starts = np.concatenate((np.zeros(1, np.int32), np.cumsum(num_pages, dtype=np.int32)))
+        table = layout.page_table_host
+        pages = np.concatenate([table[row, :count] for row, count in zip(rows, num_pages, strict=True)])
+        self._wrapper.plan(
+            torch.from_numpy(starts.astype(np.int32)),
+            torch.from_numpy(page_starts),
+            _to_device(pages, self._device),
+            torch.from_numpy(((kv_lens - 1) % layout.page_size + 1).astype(np.int32)),
+            self._shape.num_heads,
+            self._shape.num_kv_heads,
+            self._shape.head_dim,
+            layout.page_size,
+            causal=True,
+            q_data_type=self._shape.dtype,
+            kv_data_type=self._shape.dtype,
+            max_token_per_sequence=int(np.diff(starts).max()),
+            seq_lens=torch.from_numpy(kv_lens.astype(np.int32)),
+        )
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        self.run_into(q, k_cache, v_cache, out)
+        return out
+
+    def run_into(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """As ``run``, into ``out`` [queries of the plan, q_heads, D]."""
+        self._wrapper.run(q, (k_cache, v_cache), out=out)
+
+
+def _to_device(array: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Asynchronous: the pinned memory is handed out again only when the copy is done."""
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

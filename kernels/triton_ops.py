@@ -1,0 +1,189 @@
+"""Pointwise operations of a layer, each one kernel, for CUDA. All take part in programmatic dependent launch: a kernel
+may start while the one before it ends, and waits (``gdc_wait``) before it touches what that one reads or writes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,  # [T, SIZE]
+    residual_ptr,  # [T, SIZE], read and overwritten if ADD
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [T, SIZE]
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    spot = tl.program_id(0).to(tl.int64) * SIZE + at
+    x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        # The sum is rounded first, as the stream that the next layer reads is: both see the same numbers.
+        x = (x + tl.load(residual_ptr + spot, mask=inside, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(residual_ptr + spot, x, mask=inside)
+        x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+    tl.store(out_ptr + spot, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """gate_up [T, 2 SIZE] -> out [T, SIZE]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    gate = tl.load(gate_up_ptr + token * 2 * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * 2 * SIZE + SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + token * SIZE + at, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope_store(
+    qkv_ptr,  # [T, Q_HEADS + 2 KV_HEADS, D]
+    positions_ptr,  # int32 [T]
+    cos_sin_ptr,  # fp32 [positions, ROTARY]
+    slots_ptr,  # int64 [T]
+    q_norm_ptr,  # [D] if NORM
+    k_norm_ptr,
+    q_ptr,  # [T, Q_HEADS, D] out
+    k_ptr,  # [slots, KV_HEADS, D] out
+    v_ptr,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,  # heads of one program
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, BLOCK_D)
+    half: tl.constexpr = ROTARY // 2
+    mate = tl.where(dim < half, dim + half, tl.where(dim < ROTARY, dim - half, dim))
+    is_q = head < Q_HEADS
+    is_v = head >= Q_HEADS + KV_HEADS
+    inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (dim < D)[None, :]
+    if NORM:
+        weight_q = tl.load(q_norm_ptr + dim, mask=dim < D, other=0.0).to(tl.float32)
+        weight_k = tl.load(k_norm_ptr + dim, mask=dim < D, other=0.0).to(tl.float32)
+        mate_weight_q = tl.load(q_norm_ptr + mate, mask=dim < D, other=0.0).to(tl.float32)
+        mate_weight_k = tl.load(k_norm_ptr + mate, mask=dim < D, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    line_ptr = qkv_ptr + token * (Q_HEADS + 2 * KV_HEADS) * D + head[:, None] * D
+    x = tl.load(line_ptr + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(line_ptr + mate[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = x
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * scale * tl.where(is_q[:, None], weight_q[None, :], weight_k[None, :])
+        other = other * scale * tl.where(is_q[:, None], mate_weight_q[None, :], mate_weight_k[None, :])
+    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY + dim % half
+    cos = tl.load(angle_ptr, mask=dim < ROTARY, other=1.0)
+    sin = tl.load(angle_ptr + half, mask=dim < ROTARY, other=0.0)
+    sin = tl.where(dim < half, -sin, sin)
+    turned = x * cos[None, :] + other * sin[None, :]
+    dtype = q_ptr.dtype.element_ty
+    q_spot = token * Q_HEADS * D + head[:, None] * D + dim[None, :]
+    tl.store(q_ptr + q_spot, turned.to(dtype), mask=inside & is_q[:, None])
+    slot = tl.load(slots_ptr + token)
+    kept = inside & (slot >= 0)
+    spot = slot * KV_HEADS * D + dim[None, :]
+    k_head = (head - Q_HEADS)[:, None]
+    tl.store(k_ptr + spot + k_head * D, turned.to(dtype), mask=kept & ~is_q[:, None] & ~is_v[:, None])
+    tl.store(v_ptr + spot + (k_head - KV_HEADS) * D, value.to(dtype), mask=kept & is_v[:, None])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, pdl: bool) -> Tensor:
+    """Norm of x [T, H], or of x + residual, which then replaces ``residual``."""
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    _rms_norm[(x.shape[0],)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ADD=residual is not None,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
+    """gate_up [T, 2 I] -> [T, I]."""
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, size)
+    block = min(triton.next_power_of_2(size), 1024)
+    _silu_mul[(tokens, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, PDL=pdl, launch_pdl=pdl)
+    return out
+
+
+def rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    pdl: bool,
+) -> Tensor:
+    """See ``Ops.rope_store``."""
+    kv_heads, head_dim = k_cache.shape[-2:]
+    tokens, width = qkv.shape
+    q_heads = width // head_dim - 2 * kv_heads
+    q = qkv.new_empty(tokens, q_heads, head_dim)
+    block_d = triton.next_power_of_2(head_dim)
+    heads = max(1, 1024 // block_d)
+    _rope_store[(tokens, triton.cdiv(q_heads + 2 * kv_heads, heads))](
+        qkv,
+        positions,
+        cos_sin,
+        slots,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        q,
+        k_cache,
+        v_cache,
+        eps,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        BLOCK_D=block_d,
+        ROTARY=cos_sin.shape[-1],
+        NORM=q_norm is not None,
+        HEADS=heads,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return q
