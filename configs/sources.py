@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from radixserve.configs.options import OPTIONS, VARIABLE_PREFIX, table_name
 from radixserve.configs.schema import GROUPS, ServeConfig
@@ -132,7 +131,7 @@ def _prepare(name: str, value: Any) -> Any:
     return None if option.default is None and value == "auto" else value
 
 
-def _explain(mistake: ErrorDetails, origin: Mapping[str, str]) -> str:
+def _explain(mistake: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     name = str(mistake["loc"][0])
     allowed = mistake["msg"].replace("Input should", "it should", 1).partition(", unable to")[0]
     shown = "this" if name == "api_key" else repr(mistake["input"])

@@ -1,1 +1,0 @@
-"""Named sets of options as TOML, chosen by ``--preset``."""
