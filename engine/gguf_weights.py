@@ -72,7 +72,7 @@ def _reader(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec) -> Callable[[Te
         step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
         for first in range(0, len(rows), step):
             values = dequantize(rows[first : first + step], tensor.quantization)
-            flat[first : first + step].copy_(torch.from_numpy(np.require(values, np.float32, "CW")))
+            flat[first : first + step].copy_(torch.from_numpy(np.require(values, np.float32, ["C", "W"])))
 
     return copy_to
 

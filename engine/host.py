@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, control groups included. Linux; elsewhere the machine's."""
+"""What this process may use of the machine: cores and memory, control groups included. Written for Linux."""
 
 from __future__ import annotations
 

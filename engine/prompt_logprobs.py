@@ -52,7 +52,7 @@ class PromptLogprobs:
         """``hidden`` [chunk tokens, H]: final states of all chunks, one after the other."""
         if not self._num_top:
             return []
-        states = hidden.split([len(chunk.token_ids) for chunk in chunks])
+        states = torch.split(hidden, [len(chunk.token_ids) for chunk in chunks])
         pairs = zip(chunks, states, strict=True)
         return [self._score_chunk(chunk, state) for chunk, state in pairs if chunk.row in self._num_top]
 
@@ -65,6 +65,6 @@ class PromptLogprobs:
         token_ids = to_device(chunk.token_ids[-len(predicting) :].astype("int64"), states.device)
         parts = [
             logprob_rows(self._logits(part), ids, [self._num_top[chunk.row]] * len(ids))
-            for part, ids in zip(predicting.split(_LOGIT_ROWS), token_ids.split(_LOGIT_ROWS), strict=True)
+            for part, ids in zip(torch.split(predicting, _LOGIT_ROWS), torch.split(token_ids, _LOGIT_ROWS), strict=True)
         ]
         return ScoredChunk(chunk.row, before is not None, join_rows(parts))

@@ -16,7 +16,7 @@ from radixserve.engine.prompt_logprobs import PromptLogprobs, ScoredChunk
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler
 from radixserve.engine.step import Int32s, StepPlan, StepResult
 from radixserve.engine.step_inputs import StepInputs, lay_out, upload
-from radixserve.engine.transfer import record_event, to_host
+from radixserve.engine.transfer import record_event
 from radixserve.kernels.interface import AttentionKernel, BatchLayout, Ops
 from radixserve.kvcache.mha import MHAKVCache
 

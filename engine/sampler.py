@@ -20,7 +20,7 @@ from radixserve.engine.step import Int32s, RowSetup
 from radixserve.engine.token_counts import TokenCounts
 from radixserve.engine.transfer import to_device, to_host
 
-# Of sorted probabilities, as many are looked at first on a CPU to find the top-p set; sorting a vocabulary is slow there.
+# The largest probabilities looked at first to find the top-p set on a CPU, where sorting a vocabulary is slow.
 _TOP_P_HEAD = 256
 # Below this, logits divided by it could overflow; it is greedy in effect.
 _MIN_TEMPERATURE = 1e-5
@@ -142,8 +142,8 @@ class Sampler:
         if len(listed):
             entries = [self._entries(int(sample), int(rows[sample]), bool(too_short[sample])) for sample in listed]
             samples, tokens, values = (np.concatenate(column) for column in zip(*entries, strict=True))
-            where = (to_device(samples, self._device), to_device(tokens, self._device))
-            adjusted.index_put_(where, to_device(values, self._device), accumulate=True)
+            cells = (to_device(samples, self._device), to_device(tokens, self._device))
+            adjusted.index_put_(cells, to_device(values, self._device), accumulate=True)
         return adjusted
 
     def _entries(
@@ -164,8 +164,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: Tensor, num_known: Tensor, rows_host: Int32s) -> Tensor:
         """Draw one token for each row of logits [n, vocab] -> int64 [n]."""
-        temperature, top_p, min_p = self._floats[rows, :3].split(1, dim=-1)
-        seeds, top_k = self._seeds_top_ks[rows].split(1, dim=-1)
+        temperature, top_p, min_p = self._floats[rows, :3].chunk(3, dim=-1)
+        seeds, top_k = self._seeds_top_ks[rows].chunk(2, dim=-1)
         probs = (logits / temperature.clamp(min=_MIN_TEMPERATURE)).softmax(dim=-1)
         keep_all_k = bool((self._top_k[rows_host] == self._vocab_size).all())
         if not (keep_all_k and (self._top_p[rows_host] >= 1.0).all()):

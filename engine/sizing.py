@@ -68,10 +68,11 @@ def choose_num_pages(
     num_pages = min(useful, pages_that_fit(free_bytes, page_bytes))
     if num_pages * page_size >= max_model_len:
         return num_pages
+    needed_bytes = max_model_len * page_bytes // page_size
     raise ConfigError(
-        f"memory is short: {free_bytes / 2**30:.2f} GiB are free for the KV cache, which holds {num_pages * page_size} "
-        f"tokens; one request of {max_model_len} tokens needs {max_model_len * page_bytes / page_size / 2**30:.2f} GiB. "
-        f"Lower --max-model-len, raise --gpu-memory-utilization, or set --num-pages to serve shorter requests only"
+        f"memory is short: {free_bytes / 2**30:.2f} GiB are free for the KV cache, but one request of {max_model_len} "
+        f"tokens needs {needed_bytes / 2**30:.2f} GiB. Lower --max-model-len, raise --gpu-memory-utilization, or set "
+        f"--num-pages to serve shorter requests only"
     )
 
 

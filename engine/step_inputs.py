@@ -65,4 +65,4 @@ def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[In
 def upload(host: StepInputs[Int32s], device: torch.device) -> StepInputs[Tensor]:
     """One copy; the results are views of it."""
     packed = to_device(np.concatenate(host), device)
-    return StepInputs(*packed.split([len(array) for array in host]))
+    return StepInputs(*torch.split(packed, [len(array) for array in host]))

@@ -37,7 +37,7 @@ class TokenCounts:
         and presence (subtracted; output only, as in the OpenAI API)."""
         produced, in_prompt = self._tables()
         counts = produced[rows]
-        repetition, frequency, presence = penalties.split(1, dim=-1)
+        repetition, frequency, presence = penalties.chunk(3, dim=-1)
         seen = (counts > 0) | in_prompt[rows]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         return torch.where(seen, repeated, logits) - counts * frequency - (counts > 0) * presence

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy ``array`` in the order of the current stream. On the CPU the result shares its memory: do not write to it."""
+    """Copy ``array`` in the order of the current stream. On the CPU the result shares its memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

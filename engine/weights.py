@@ -1,10 +1,11 @@
-"""Fills a model with weights: from safetensors or GGUF, one tensor at a time straight into its place, or random ones."""
+"""Fills a model with weights, one tensor at a time straight into its place: from files, or random ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,7 +57,7 @@ def weight_places(model: nn.Module) -> dict[str, Tensor]:
                 places[f"{path}.{kind}"] = parameter
                 continue
             parent = path.rpartition(".")[0]
-            for part, rows in zip(module.parts, parameter.split(list(module.parts.values())), strict=True):
+            for part, rows in zip(module.parts, torch.split(parameter, list(module.parts.values())), strict=True):
                 places[f"{parent}.{part}.{kind}"] = rows
     return places
 
@@ -65,7 +66,7 @@ def safetensors_tensors(paths: Sequence[Path]) -> Iterator[StoredTensor]:
     """All tensors of a checkpoint's shards. Raises ``ModelError`` for a file that cannot be read."""
     for path in paths:
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} cannot be read as safetensors (download it again): {error}") from error
         for name in file.keys():  # noqa: SIM118 - not a dict
@@ -85,7 +86,7 @@ def fill_random(model: nn.Module, seed: int) -> None:
             parameter.normal_(0.0, _RANDOM_STD, generator=generators[parameter.device])
 
 
-def _safetensors_reader(file: safe_open, name: str) -> Callable[[Tensor], None]:
+def _safetensors_reader(file: Any, name: str) -> Callable[[Tensor], None]:
     def copy_to(place: Tensor) -> None:
         place.copy_(file.get_tensor(name))
 

@@ -127,10 +127,12 @@ def _padded_lengths(kv_lens: NDArray[np.int32]) -> NDArray[np.int64]:
     """Round up to four lengths per octave: at most a fifth of a gather is padding, and groups stay few."""
     floored = np.maximum(kv_lens.astype(np.int64), _SMALLEST_LENGTH)
     step = 2 ** (np.frexp(floored - 1)[1].astype(np.int64) - 3)
-    return -(-floored // step) * step
+    padded: NDArray[np.int64] = -(-floored // step) * step
+    return padded
 
 
 def _slots(layout: BatchLayout, rows: NDArray[np.int32] | np.int32, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Slots of token positions; ``rows`` broadcasts against ``positions``."""
     pages = layout.page_table_host[rows, positions // layout.page_size].astype(np.int64)
-    return pages * layout.page_size + positions % layout.page_size
+    slots: NDArray[np.int64] = pages * layout.page_size + positions % layout.page_size
+    return slots
