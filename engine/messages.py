@@ -7,14 +7,14 @@ with a ``finish`` or a ``Rejected``.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
 from radixserve.engine.sampling_params import SamplingParams
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended. STOP: end-of-sequence or a stop id. LENGTH: token or context limit."""
 
     STOP = "stop"
