@@ -69,7 +69,7 @@ def _option(name: str, group: str, field: FieldInfo) -> Option:
         group=group,
         description=field.description or "",
         default=field.default,
-        value_type=str if is_list or is_choice or annotation is None else annotation,
+        value_type=annotation if isinstance(annotation, type) and not is_list else str,
         choices=get_args(annotation) if is_choice else (),
         is_list=is_list,
     )

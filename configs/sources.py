@@ -24,7 +24,7 @@ PRESETS_FOLDER = Path(__file__).parent / "presets"
 CONFIG_VARIABLE = VARIABLE_PREFIX + "CONFIG"
 PRESET_VARIABLE = VARIABLE_PREFIX + "PRESET"
 
-# What Kubernetes adds to every pod beside a service that is called radixserve.
+# What Kubernetes adds to every pod beside a service whose name begins with radixserve.
 _SERVICE_LINK = re.compile(r"RADIXSERVE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
 
 
@@ -58,7 +58,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _is_service_link(variable: str, text: str) -> bool:
-    return bool(_SERVICE_LINK.fullmatch(variable)) or (variable == "RADIXSERVE_PORT" and "://" in text)
+    return bool(_SERVICE_LINK.fullmatch(variable)) or (variable.endswith("_PORT") and "://" in text)
 
 
 def file_layer(path: Path) -> Layer:

@@ -1,4 +1,4 @@
-"""A configuration written out as TOML that ``--config`` reads back to the same one (but for masked secrets)."""
+"""A configuration written out as TOML that ``--config`` reads back to the same one, but for the API keys."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import json
 from typing import Any
 
 from radixserve.configs.options import table_name
-from radixserve.configs.schema import GROUPS, ServeConfig
+from radixserve.configs.schema import GROUPS, OptionGroup, ServeConfig
 
 
 def to_toml(config: ServeConfig) -> str:
-    values = config.model_dump(mode="json")
-    tables = (
-        f"[{table_name(group.title())}]\n"
-        + "".join(f"{name} = {_literal(values[name])}\n" for name in group.model_fields)
-        for group in GROUPS
-    )
-    return "\n".join(tables)
+    return "\n".join(_table(group, config.model_dump(mode="json")) for group in GROUPS)
 
 
-def _literal(value: Any) -> str:
-    """TOML's strings, numbers, booleans and arrays of strings are JSON's; it has no null, which is "auto" here."""
-    return json.dumps("auto" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _table(group: type[OptionGroup], values: dict[str, Any]) -> str:
+    lines = (_line(name, values[name]) for name in group.model_fields)
+    return f"[{table_name(group.title())}]\n" + "".join(lines)
+
+
+def _line(name: str, value: Any) -> str:
+    if name == "api_key" and value:
+        # Not as a masked value: read back, the mask would be a valid key that everyone knows.
+        return f"# api_key: {len(value)} not shown\n"
+    # TOML's strings, numbers, booleans and lists of strings are JSON's; it has no null, which is "auto" here.
+    literal = json.dumps("auto" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{name} = {literal}\n"
