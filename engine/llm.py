@@ -1,0 +1,212 @@
+"""Offline use: the engine in the caller's process, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from radixserve.configs.schema import DEFAULT_MODEL, ServeConfig
+from radixserve.configs.sources import Layer, merge
+from radixserve.engine.build import build_engine, ignore_progress
+from radixserve.engine.built import new_scheduler
+from radixserve.engine.errors import InvalidRequest, ModelError
+from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.model_files import resolve_model
+from radixserve.engine.pipeline import StepPipeline
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.text.detokenizer import StopStringMatcher
+from radixserve.engine.text.text_model import TextModel, load_text_model
+from radixserve.engine.weights import Progress
+
+Prompt = str | Sequence[int]
+
+_FRONTEND = b"offline"
+_UNBOUNDED_QUEUE = 1 << 31
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of one prompt. ``finish_reason``: stop, length, abort or error. ``token_ids`` include the stop token;
+    ``text`` has neither it nor a stop string. ``logprobs``: one entry for each token, if asked for."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    error: str | None = None
+
+
+class LLM:
+    """A model to call from Python. Owns an engine; ``close`` or a ``with`` block gives its memory back.
+
+    ``options`` are those of ``radixserve serve`` with underscores: ``LLM("owner/model", max_model_len=4096)``. Raises
+    ``OptionError`` for an unknown or wrong one, ``ModelError`` and ``ConfigError`` when the model cannot be run.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, show_progress: bool = False, **options: Any):
+        layer = Layer({"model": model, **options}, lambda name: name)
+        config = merge([layer]).model_copy(update={"max_num_queued_reqs": _UNBOUNDED_QUEUE})
+        bar = tqdm(total=1.0, desc=model, bar_format="{desc}: {percentage:3.0f}%|{bar}|", disable=not show_progress)
+        with bar:
+            built = build_engine(config, _bar_progress(bar) if show_progress else ignore_progress)
+        self._text = _load_text(config)
+        self._scheduler = new_scheduler(built, config)
+        self._pipeline: StepPipeline | None = StepPipeline(self._scheduler, built.runner, overlap=built.overlap)
+        self._num_requests = 0
+        self.max_model_len = built.max_model_len
+        self.description = built.description
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[Completion]:
+        """Complete each prompt (text or token ids, one or several), in their order. All run together.
+
+        ``sampling_params``: the same for all, or one for each. Raises ``InvalidRequest`` if one cannot be served; none
+        is computed then.
+        """
+        listed = _as_list(prompts)
+        rules = _rules_for(len(listed), sampling_params)
+        running: dict[int, _Running] = {}
+        try:
+            for prompt, rule in zip(listed, rules, strict=True):
+                self._submit(self._ids(prompt), rule, running)
+            self._run(running, show_progress)
+        finally:
+            for uid, request in running.items():
+                if not request.completion.finish_reason:
+                    self._scheduler.abort(_FRONTEND, uid)
+        return [request.completion for request in running.values()]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation of OpenAI messages. Raises ``InvalidRequest`` if the model has no chat template."""
+        ids = self._require_text().encode_chat(messages, chat_template_kwargs=chat_template_kwargs)
+        return self.generate(ids, sampling_params)[0]
+
+    def close(self) -> None:
+        """Drop the weights and the KV cache. The object cannot generate any more."""
+        self._pipeline = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, ids: list[int], sampling: SamplingParams, running: dict[int, _Running]) -> None:
+        self._num_requests += 1
+        uid = self._num_requests
+        packed = np.array(ids, np.dtype("<i4")).tobytes()
+        match self._scheduler.submit(_FRONTEND, Submit(uid, str(uid), packed, sampling)):
+            case Rejected(message=message, code=code, param=param, status=status):
+                raise InvalidRequest(message, code=code, param=param, status=status)
+        running[uid] = _Running(Completion(ids), sampling, self._text)
+
+    def _run(self, running: dict[int, _Running], show_progress: bool) -> None:
+        """Step until every request has ended."""
+        if self._pipeline is None:
+            raise RuntimeError("this LLM is closed")
+        with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
+            while self._pipeline.advance():
+                for event in self._scheduler.take_events().get(_FRONTEND, ()):
+                    request = running.get(event.uid)
+                    if request is None or request.completion.finish_reason:
+                        continue  # aborted by an earlier call, or at a stop string
+                    if request.take(event):
+                        bar.update()
+                        self._scheduler.abort(_FRONTEND, event.uid)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self._require_text().encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _require_text(self) -> TextModel:
+        if self._text is None:
+            raise ModelError("the model has no tokenizer: give prompts as token ids, or a tokenizer")
+        return self._text
+
+
+class _Running:
+    """A request on its way: turns its events into a ``Completion``."""
+
+    def __init__(self, completion: Completion, sampling: SamplingParams, text: TextModel | None):
+        self.completion = completion
+        self._min_tokens = sampling.min_tokens
+        self._detokenizer = text.tokenizer.detokenizer(skip_special_tokens=True) if text else None
+        self._stops = StopStringMatcher(sampling.stop) if sampling.stop else None
+
+    def take(self, event: TokenEvent) -> bool:
+        """Add an event's tokens; true once the completion is whole."""
+        completion = self.completion
+        completion.cached_tokens = event.cached_tokens
+        completion.prompt_logprobs += event.prompt_logprobs or []
+        completion.logprobs += event.logprobs or []
+        completion.token_ids += event.token_ids
+        completion.error = event.error
+        stopped = event.finish is FinishReason.STOP
+        if self._detokenizer is not None:
+            self._append(self._detokenizer.feed(event.token_ids[:-1] if stopped else event.token_ids))
+            if event.finish is not None:
+                self._append(self._detokenizer.finish())
+        if self._stops is not None and self._stops.matched is not None:
+            completion.finish_reason = FinishReason.STOP.value
+        elif event.finish is not None:
+            completion.text += self._stops.finish() if self._stops else ""
+            completion.finish_reason = event.finish.value
+        return bool(completion.finish_reason)
+
+    def _append(self, text: str) -> None:
+        watches = self._stops is not None and len(self.completion.token_ids) > self._min_tokens
+        self.completion.text += self._stops.feed(text) if self._stops and watches else text
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a text or a list of ints, several are a list of those."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _rules_for(count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise InvalidRequest(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
+    return list(given)
+
+
+def _load_text(config: ServeConfig) -> TextModel | None:
+    """None for random weights without a tokenizer, which only token ids can be sent to."""
+    try:
+        return load_text_model(resolve_model(config.model, require_weights=False), config)
+    except ModelError:
+        if config.load_format == "dummy":
+            return None
+        raise
+
+
+def _bar_progress(bar: Any) -> Progress:
+    def show(detail: str, share: float) -> None:
+        bar.set_description_str(detail, refresh=False)
+        bar.n = share
+        bar.refresh()
+
+    return show
