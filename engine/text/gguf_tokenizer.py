@@ -66,13 +66,26 @@ def gguf_special_tokens(metadata: Metadata) -> dict[str, str]:
 
 def _byte_level(metadata: Metadata) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges")]
+    pre_tokenizer = _pre_tokenizer(pre)
+    merges = [_pair(merge) for merge in _required(metadata, "merges")]
     # User-defined tokens may be written as plain text; the model knows every token in the byte alphabet.
     vocab = {_in_byte_alphabet(token): i for i, token in enumerate(_required(metadata, "tokens"))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _IGNORE_MERGES))
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer = _bpe(vocab, merges, ignore_merges=pre in _IGNORE_MERGES)
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    except Exception as error:  # The library raises bare Exception.
+        raise ModelError(f"the GGUF file's tokenizer is damaged: {error}") from error
 
 
 def _in_byte_alphabet(token: str) -> str:
@@ -104,9 +117,8 @@ def _sentencepiece(metadata: Metadata) -> Tokenizer:
         priorities = [float(score) for score in _required(metadata, "scores")]
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = gguf_special_tokens(metadata).get("unk_token")
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges(vocab, priorities), byte_fallback=True, fuse_unk=True, unk_token=unknown)
-    )
+    merges = _merges(vocab, priorities)
+    tokenizer = _bpe(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", not is_gemma))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if adds_space else "never", split=False)
     chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

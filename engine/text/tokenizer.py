@@ -76,8 +76,9 @@ class Tokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of ``text``, found without encoding it: far too long prompts can be
-        refused before minutes of work go into them."""
-        return len(text) // self._most_chars_per_token
+        refused before minutes of work go into them. Nothing is known (0) where a word of any length can be one
+        unknown token."""
+        return len(text) // self._most_chars_per_token if self._to_bytes else 0
 
 
 def load_tokenizer(path: Path) -> Backend:
