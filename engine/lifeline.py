@@ -21,9 +21,7 @@ from radixserve.engine.errors import ConfigError
 
 # Environment of the children.
 IPC_VARIABLE = "RADIXSERVE_IPC"  # ZMQ address of the engine's socket
-LISTEN_FD_VARIABLE = (
-    "RADIXSERVE_LISTEN_FD"  # workers only: the inherited listening socket
-)
+LISTEN_FD_VARIABLE = "RADIXSERVE_LISTEN_FD"  # workers only: the inherited listening socket
 
 # Exit status of a child that would fail the same way again (no such model, ...): it is not restarted.
 EXIT_HOPELESS = 3
@@ -45,9 +43,7 @@ def read_config() -> ServeConfig:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     line = b"" if os.isatty(_STDIN_FD) else _read_line(_STDIN_FD)
     if not line:
-        raise ConfigError(
-            "no configuration on standard input: this process is started by `radixserve serve`"
-        )
+        raise ConfigError("no configuration on standard input: this process is started by `radixserve serve`")
     return ServeConfig.model_validate_json(line)
 
 
@@ -61,12 +57,8 @@ def watch(on_drain: Callable[[float], None] | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     pipe = os.dup(_STDIN_FD)
     with open(os.devnull, "rb") as devnull:
-        os.dup2(
-            devnull.fileno(), _STDIN_FD
-        )  # so that no grandchild (a compiler, ...) eats our commands
-    threading.Thread(
-        target=_obey, args=(pipe, on_drain), name="lifeline", daemon=True
-    ).start()
+        os.dup2(devnull.fileno(), _STDIN_FD)  # so that no grandchild (a compiler, ...) eats our commands
+    threading.Thread(target=_obey, args=(pipe, on_drain), name="lifeline", daemon=True).start()
 
 
 def _obey(pipe: int, on_drain: Callable[[float], None] | None) -> None:
