@@ -39,6 +39,8 @@ TICK_S = 1.0
 SEARCH_TICK_S = 0.1  # while no engine is known
 # A silent engine is greeted again after this time: it may be a new one that has not heard of us.
 GREETING_S = 2.0
+# The reason itself may name files of the server, which concern no client.
+FAILED = "the model could not be loaded; the server's log says why"
 
 
 class Sink(Protocol):
@@ -81,6 +83,7 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(ToFrontend)
         self._context = zmq.Context()
         self._pidfd: int | None = None
+        self._looking = False
         self._died = ""  # why, until the next engine is heard of
         self._last_heard = self._last_greeting = -math.inf
         self.status: EngineStatus | None = None
@@ -108,7 +111,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         self._socket.connect(self._address)
-        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._loop.add_reader(self._socket.fileno(), self._look_soon)
         self._last_greeting = -math.inf
 
     def _disconnect(self) -> None:
@@ -122,7 +125,7 @@ class EngineClient:
             self._last_greeting = now
         if self.status is not None and self._pidfd is None and not _is_alive(self.status.pid):
             self._on_death()
-        self._on_readable()  # ZMQ's descriptor is edge-triggered; this bounds what a lost edge could cost.
+        self._look_soon()  # ZMQ's descriptor is edge-triggered; this bounds what a lost edge could cost.
 
     # ---- requests ----
 
@@ -186,7 +189,7 @@ class EngineClient:
         if self.status.phase == "loading":
             return Health("loading", self.status.detail or "the model is loading", self.status.progress)
         if self.status.phase != "ready":
-            return Health("failed", self.status.detail or "the engine failed")
+            return Health("failed", FAILED)
         return Health("ok")
 
     async def fresh_status(self, timeout_s: float = 1.0) -> EngineStatus | None:
@@ -209,11 +212,17 @@ class EngineClient:
         except zmq.Again:
             return False
         # A send can swallow the edge that announces a received message.
-        self._loop.call_soon(self._on_readable)
+        self._look_soon()
         return True
 
-    def _on_readable(self) -> None:
+    def _look_soon(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
         """Hand out one message, so that the tasks it woke run before the next: a chunk a token while we keep up."""
+        self._looking = False
         if self._socket.closed:
             return
         try:
@@ -221,8 +230,10 @@ class EngineClient:
         except zmq.Again:
             return
         self._last_heard = time.monotonic()
-        self._loop.call_soon(self._on_readable)
-        self._dispatch(self._decoder.decode(data))
+        try:
+            self._dispatch(self._decoder.decode(data))
+        finally:
+            self._look_soon()
 
     def _dispatch(self, message: ToFrontend) -> None:
         match message:

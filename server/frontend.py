@@ -14,7 +14,7 @@ from typing import TypeVar
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import InvalidRequest, RadixServeError
 from radixserve.engine.text.text_model import TextModel
-from radixserve.server.engine_client import EngineClient, Health
+from radixserve.server.engine_client import FAILED, EngineClient, Health
 from radixserve.server.errors import RequestFailed
 
 log = logging.getLogger("radixserve.server")
@@ -40,7 +40,7 @@ class Frontend:
         self.draining = False
         self._load_text = load_text
         self._text: TextModel | None = None
-        self._text_error = ""
+        self.failed = asyncio.Event()  # the text side cannot be loaded; the log says why
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
 
     async def start(self) -> None:
@@ -56,10 +56,11 @@ class Frontend:
         try:
             self._text = await self._in_thread(lambda: self._load_text(self.config))
         except RadixServeError as error:
-            self._text_error = str(error)
-        except Exception as error:
+            log.error("%s", error)
+            self.failed.set()
+        except Exception:
             log.exception("loading the tokenizer failed")
-            self._text_error = f"loading the tokenizer failed: {error}"
+            self.failed.set()
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, and return when none is left; after ``seconds`` those that still run are failed."""
@@ -80,8 +81,8 @@ class Frontend:
     def health(self) -> Health:
         if self.draining:
             return Health("draining", "the server is shutting down")
-        if self._text_error:
-            return Health("failed", self._text_error)
+        if self.failed.is_set():
+            return Health("failed", FAILED)
         health = self.client.health()
         if health.ok and self._text is None:
             return Health("loading", "the tokenizer is loading")

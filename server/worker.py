@@ -15,6 +15,7 @@ import uvicorn
 from radixserve.engine import lifeline
 from radixserve.engine.errors import ConfigError
 from radixserve.server.app import build_app
+from radixserve.server.frontend import Frontend
 
 # Longer than what load balancers keep connections for, so that they close first.
 _KEEP_ALIVE_S = 75
@@ -31,7 +32,12 @@ class _Server(uvicorn.Server):
 
 
 def main() -> int:
-    config = lifeline.read_config()
+    """Take the configuration from the lifeline, serve until it says to leave. Returns the exit status."""
+    try:
+        config = lifeline.read_config()
+    except ConfigError as error:
+        print(f"radixserve: {error}", file=sys.stderr)
+        return lifeline.EXIT_HOPELESS
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
@@ -52,24 +58,31 @@ def main() -> int:
         )
     )
     listener = socket.socket(fileno=int(os.environ[lifeline.LISTEN_FD_VARIABLE]))
+    frontend: Frontend = app.state.frontend
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        loop = runner.get_loop()
-        drains: set[asyncio.Task[None]] = set()
+        runner.run(_serve(server, listener, frontend))
+    return lifeline.EXIT_HOPELESS if frontend.failed.is_set() else 0
 
-        async def drain(seconds: float) -> None:
-            await app.state.frontend.drain(seconds)
-            server.should_exit = True
 
-        def on_drain(seconds: float) -> None:
-            loop.call_soon_threadsafe(lambda: drains.add(loop.create_task(drain(seconds))))
+async def _serve(server: _Server, listener: socket.socket, frontend: Frontend) -> None:
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
 
-        lifeline.watch(on_drain=on_drain)
-        runner.run(server.serve(sockets=[listener]))
-    return 0
+    async def drain(seconds: float) -> None:
+        await frontend.drain(seconds)
+        server.should_exit = True
+
+    async def leave_when_failed() -> None:
+        await frontend.failed.wait()
+        server.should_exit = True
+
+    def on_drain(seconds: float) -> None:
+        loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(drain(seconds))))
+
+    tasks.add(loop.create_task(leave_when_failed()))
+    lifeline.watch(on_drain=on_drain)
+    await server.serve(sockets=[listener])
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        sys.exit(f"radixserve worker: {error}")
+    sys.exit(main())

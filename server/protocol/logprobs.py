@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from radixserve.server.generation import LogprobToken
 
 # What OpenAI reports for a token that cannot come.
 _LOWEST = -9999.0
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Vocabulary(Protocol):
@@ -50,10 +52,10 @@ class CompletionLogprobs:
 
     def add_prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> None:
         """The first token has no logprob: nothing predicts it."""
-        offset = 0
+        offset, decoder = 0, _Utf8Decoder("replace")
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             self._add(token_id, entry, offset)
-            offset += len(self._tokens[-1])
+            offset += len(decoder.decode(self._vocabulary.token_bytes(token_id)))
 
     def add(self, tokens: Sequence[LogprobToken], offset: int) -> None:
         for token in tokens:

@@ -26,7 +26,8 @@ class AbortBody(RequestModel):
     abort_all: bool = False
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
 async def health(request: Request) -> Response:
     """200 only if a request could be served now; else 503 with the reason, and the progress while loading."""
     state = frontend_of(request).health()

@@ -1,0 +1,74 @@
+"""Keys, browsers, and request ids."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from radixserve.tests.server.service import CHAT, COMPLETIONS, Service, running_service
+
+ORIGIN = {"origin": "http://app.example"}
+BODY = {"prompt": "<<ok>>"}
+
+
+@pytest.fixture
+def guarded(folder: Path) -> Iterator[httpx.Client]:
+    options = {"api_key": ("other", "k-Test_123"), "cors_allow_origins": ("*",)}
+    with running_service(folder, **options) as service, httpx.Client(base_url=service.url, headers=ORIGIN) as client:
+        yield client
+
+
+def test_keys_guard_all_but_health_and_preflight(guarded: httpx.Client) -> None:
+    assert guarded.get("/health").status_code == 200
+    wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    preflight = guarded.options(CHAT, headers=wanted)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "*"
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+
+    for authorization in (None, "Bearer wrong", "k-Test_123", "Basic k-Test_123", "Bearer", "Bearer k-Test_1234"):
+        headers = {} if authorization is None else {"authorization": authorization}
+        refused = guarded.post(COMPLETIONS, json=BODY, headers=headers)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert refused.headers["access-control-allow-origin"] == "*"
+        assert refused.headers["x-request-id"]
+        assert refused.json()["error"]["type"] == "authentication_error"
+    for path in ("/v1/models", "/server_info", "/version", "/openapi.json"):
+        assert guarded.get(path).status_code == 401
+    for path in ("/tokenize", "/detokenize", "/flush_cache", "/abort_request", f"{CHAT}/render"):
+        assert guarded.post(path, json={}).status_code == 401
+
+    for key in ("k-Test_123", "other"):
+        accepted = guarded.post(COMPLETIONS, json=BODY, headers={"authorization": f"bearer {key}"})
+        assert accepted.status_code == 200
+    info = guarded.get("/server_info", headers={"authorization": "Bearer other"})
+    assert "k-Test_123" not in info.text
+
+
+def test_without_keys_any_authorization_will_do(http: httpx.Client) -> None:
+    headers = {"authorization": "Bearer sk-whatever"}
+    assert http.post(COMPLETIONS, json=BODY, headers=headers).status_code == 200
+
+
+def test_browsers_are_not_let_in_unless_configured(http: httpx.Client) -> None:
+    answer = http.options(CHAT, headers={**ORIGIN, "access-control-request-method": "POST"})
+    assert answer.status_code == 405
+    assert "access-control-allow-origin" not in http.post(COMPLETIONS, json=BODY, headers=ORIGIN).headers
+
+
+@pytest.mark.parametrize("given", ["abc-1.2:3", "x" * 128])
+def test_sane_request_id_of_the_client_is_kept(http: httpx.Client, service: Service, given: str) -> None:
+    answer = http.post(COMPLETIONS, json=BODY, headers={"x-request-id": given})
+    assert answer.headers["x-request-id"] == given
+    assert answer.json()["id"] == f"cmpl-{given}"
+    assert service.engine.submits[-1].request_id == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é", "<script>"])
+def test_other_request_ids_are_replaced(http: httpx.Client, given: str) -> None:
+    for path in ("/health", "/nope"):
+        answer = http.get(path, headers={"x-request-id": given.encode()})
+        assert answer.headers["x-request-id"] not in ("", given)
