@@ -17,6 +17,7 @@ from radixserve.engine.errors import RadixServeError
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
+    "bench": "measure a running server",
     "version": "print the version",
 }
 
