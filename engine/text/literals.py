@@ -33,6 +33,7 @@ class LiteralEncoder:
         controls = sorted(tokenizer.control_texts, key=len, reverse=True)  # The longest wins, as in tokenizers.
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
         self._beginnings = {text[:end] for text in controls for end in range(1, len(text))}
+        self._first_chars = {text[0] for text in controls}
         self._longest = max(map(len, controls), default=0)
 
     def encode(self, inputs: Any, render: Callable[[Any], str]) -> list[int]:
@@ -57,9 +58,10 @@ class LiteralEncoder:
             yield beginning
 
     def _beginning_at_end(self, text: str) -> str:
-        text = text.rstrip()  # Templates may trim.
-        lengths = range(min(self._longest - 1, len(text)), 0, -1)
-        return next((text[-length:] for length in lengths if text[-length:] in self._beginnings), "")
+        tail = text.rstrip()[-self._longest + 1 :]  # Templates may trim.
+        if not self._beginnings or self._first_chars.isdisjoint(tail):
+            return ""
+        return next((tail[start:] for start in range(len(tail)) if tail[start:] in self._beginnings), "")
 
     def _hide(self, text: str, char_of: Mapping[str, str]) -> str:
         if beginning := self._beginning_at_end(text):
