@@ -29,7 +29,7 @@ CONFIG = {
 
 
 def byte_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for char, byte in BYTE_OF_CHAR.items()}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=dict(BYTE_OF_CHAR), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])

@@ -180,15 +180,13 @@ def test_right_request_is_answered(http: httpx.Client, path: str, body: dict[str
     assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-OPTIONAL = (
-    "stop n seed logprobs top_logprobs top_p stream stream_options presence_penalty frequency_penalty logit_bias user "
-    "tools tool_choice response_format max_tokens temperature model"
-).split()
+OPTIONAL = """stop n seed logprobs top_logprobs top_p stream stream_options presence_penalty frequency_penalty logit_bias
+user tools tool_choice response_format max_tokens temperature model"""
 
 
 def test_null_is_the_same_as_absent(http: httpx.Client) -> None:
     plain = http.post(CHAT, json={"messages": HI}).json()
-    nulls = http.post(CHAT, json={"messages": HI, **dict.fromkeys(OPTIONAL)}).json()
+    nulls = http.post(CHAT, json={"messages": HI, **dict.fromkeys(OPTIONAL.split())}).json()
     assert nulls["choices"] == plain["choices"]
 
 
