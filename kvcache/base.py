@@ -6,8 +6,7 @@ Requests of different ``namespace`` share nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +14,14 @@ from numpy.typing import NDArray
 Int32s = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """A matched prefix: ``cached_len`` tokens that end at ``node``. Valid while locked, or until the next eviction."""
 
     cached_len: int
     node: Any
 
 
-@dataclass(frozen=True, slots=True)
-class InsertResult:
+class InsertResult(NamedTuple):
     """``handle`` ends at what is cached of the inserted text; its first ``already_there`` tokens were in the tree
     before, on pages of the tree's own: the caller still owns its duplicates of those and frees or swaps them. The tree
     took over the pages of ``[already_there, handle.cached_len)``; those behind stay the caller's."""
@@ -33,8 +30,7 @@ class InsertResult:
     already_there: int
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSizes:
+class CacheSizes(NamedTuple):
     """Pages of the tree: ``evictable`` by eviction now, ``protected`` by a lock on them or below them."""
 
     evictable: int

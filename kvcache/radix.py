@@ -10,10 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from radixserve.kvcache.base import CacheSizes, Handle, InsertResult, Int32s
-from radixserve.kvcache.compare import common_prefix_len
+from radixserve.kvcache.compare import common_pages
 from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
 
-_TOKEN_BYTES = 4
+_INT32 = np.dtype(np.int32)
+_TOKEN_BYTES = _INT32.itemsize
 _NO_PAGES: Int32s = np.empty(0, np.int32)
 
 
@@ -26,7 +27,7 @@ class _Node:
 
     __slots__ = ("branch", "children", "key", "locks", "pages", "parent", "uses")
 
-    def __init__(self, parent: _Node | None, branch: bytes, key: bytes, pages: Int32s):
+    def __init__(self, parent: _Node | None, branch: bytes, key: bytes | memoryview, pages: Int32s):
         self.parent = parent
         self.branch = branch
         self.key = key
@@ -105,10 +106,9 @@ class RadixPrefixCache:
         if partial is not None:
             node = self._split(partial, shared)
             matched += shared
-        if matched < len(query):
-            node = self._add_leaf(node, query, matched, pages, namespace)
-        self._renew(node)
-        return InsertResult(Handle(len(query) // _TOKEN_BYTES, node), matched // _TOKEN_BYTES)
+        end = node if matched == len(query) else self._add_leaf(node, query, matched, pages, namespace)
+        self._renew(node)  # after a new leaf, which must be evicted before the nodes above it
+        return InsertResult(Handle(len(query) // _TOKEN_BYTES, end), matched // _TOKEN_BYTES)
 
     def evict(self, num_pages: int) -> Int32s:
         """As in the interface. The last leaf taken may only lose its end: the rest stays, and goes first next time."""
@@ -123,7 +123,7 @@ class RadixPrefixCache:
             missing -= len(leaf.pages) - kept
             if kept:
                 # Copies, so that the dropped ends do not stay in memory as long as a stub of their segment lives.
-                leaf.key = leaf.key[: kept * self._page_bytes]
+                leaf.key = bytes(leaf.key[: kept * self._page_bytes])
                 leaf.pages = leaf.pages[:kept].copy()
             else:
                 self._order.remove(leaf)
@@ -146,7 +146,7 @@ class RadixPrefixCache:
         for node in nodes:
             for branch, child in node.children.items():
                 assert child.parent is node and child.branch == branch, "parent and child disagree"
-                assert branch.endswith(child.key[: self._page_bytes]), "a branch is not its child's first page"
+                assert branch.endswith(bytes(child.key[: self._page_bytes])), "a branch is not its child's first page"
                 assert len(child.key) == len(child.pages) * self._page_bytes > 0, "keys and pages differ in length"
             if node is not self._root:
                 assert node.locks >= sum(child.locks for child in node.children.values()), "a lock misses its parents"
@@ -159,7 +159,7 @@ class RadixPrefixCache:
         assert len(np.unique(owned)) == len(owned), "a page lies in two places of the tree"
 
     def _query(self, token_ids: Int32s) -> bytes:
-        assert token_ids.dtype == np.int32
+        assert token_ids.dtype == _INT32
         return token_ids[: len(token_ids) // self.page_size * self.page_size].tobytes()
 
     def _walk(self, query: bytes, namespace: str) -> tuple[_Node, int, _Node | None, int]:
@@ -172,26 +172,26 @@ class RadixPrefixCache:
         child = node.children.get(namespace.encode() + query[:page_bytes])
         while child is not None:
             if not query.startswith(child.key, matched):
-                rest = np.frombuffer(query, np.int32, offset=matched)
-                shared = common_prefix_len(rest, np.frombuffer(child.key, np.int32)) // self.page_size * page_bytes
-                return node, matched, child, shared
+                return node, matched, child, common_pages(query, matched, child.key, page_bytes) * page_bytes
             node = child
             matched += len(node.key)
             child = node.children.get(query[matched : matched + page_bytes])
         return node, matched, None, 0
 
     def _split(self, lower: _Node, upper_bytes: int) -> _Node:
-        """Cut the first ``upper_bytes`` off ``lower`` into a new parent. Handles that end at ``lower`` stay right, as it
-        keeps its end, and the new node inherits their locks, as each of them covers it too."""
+        """Cut the first ``upper_bytes`` off ``lower`` into a new parent.
+
+        Handles that end at ``lower`` stay right, as it keeps its end; the new node inherits their locks, as each of
+        them covers it too. The upper part is copied. The lower part stays a view, which wastes nothing, since the text
+        before it lives as long as it does.
+        """
         parent, num_pages = lower.parent, upper_bytes // self._page_bytes
         assert parent is not None
-        upper = _Node(parent, lower.branch, lower.key[:upper_bytes], lower.pages[:num_pages].copy())
+        upper = _Node(parent, lower.branch, bytes(lower.key[:upper_bytes]), lower.pages[:num_pages].copy())
         upper.locks, upper.uses = lower.locks, lower.uses
         parent.children[upper.branch] = upper
-        lower.parent, lower.key = upper, lower.key[upper_bytes:]
-        lower.branch = lower.key[: self._page_bytes]
-        # A view: the array behind it names pages that all live as long as this node does.
-        lower.pages = lower.pages[num_pages:]
+        lower.parent, lower.key, lower.pages = upper, memoryview(lower.key)[upper_bytes:], lower.pages[num_pages:]
+        lower.branch = bytes(lower.key[: self._page_bytes])
         upper.children[lower.branch] = lower
         if upper.locks == 0:
             self._order.add(upper)
