@@ -180,8 +180,8 @@ def test_right_request_is_answered(http: httpx.Client, path: str, body: dict[str
     assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-OPTIONAL = """stop n seed logprobs top_logprobs top_p stream stream_options presence_penalty frequency_penalty logit_bias
-user tools tool_choice response_format max_tokens temperature model"""
+OPTIONAL = """stop n seed logprobs top_logprobs top_p stream stream_options presence_penalty frequency_penalty
+logit_bias user tools tool_choice response_format max_tokens temperature model"""
 
 
 def test_null_is_the_same_as_absent(http: httpx.Client) -> None:
