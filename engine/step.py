@@ -5,7 +5,7 @@ The scheduler decides which tokens of which requests are computed and where thei
 
 A *row* is a running request's line in the page table and in every per-request array of the runner. A plan carries
 only what changed: page-table entries written since the last plan, and sampling rules of requests that took a row.
-Last sampled tokens stay on the device (``row`` -> token), so a plan can be made before the last step's tokens are known.
+Last sampled tokens stay on the device (``row`` -> token), so plans are made before the last step's tokens are known.
 """
 
 from __future__ import annotations
