@@ -1,0 +1,1 @@
+"""Load generators for any OpenAI-compatible server, behind ``radixserve bench``."""
