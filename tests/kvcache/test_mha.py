@@ -1,0 +1,46 @@
+"""The KV buffer."""
+
+import pytest
+import torch
+
+from radixserve.kvcache.mha import MHAKVCache, page_bytes, pages_that_fit
+
+CPU = torch.device("cpu")
+
+
+def test_keys_and_values_are_found_at_their_slots_and_nowhere_else() -> None:
+    cache = MHAKVCache(torch.zeros(2, 3, 5, 4, 2, 8))
+    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    slots = torch.tensor([2 * 4 + 1, 0, 4 * 4 + 3])  # page 2 offset 1, page 0 offset 0, page 4 offset 3
+    cache.store_kv(k, v, slots, layer=1)
+    keys, values = cache.layer(1)
+    assert keys.shape == values.shape == (5, 4, 2, 8)
+    places = ((2, 1), (0, 0), (4, 3))
+    for token, (page, offset) in enumerate(places):
+        assert torch.equal(keys[page, offset], k[token])
+        assert torch.equal(values[page, offset], v[token])
+    assert int((keys != 0).any(-1).any(-1).sum()) == 3
+    assert not cache.layer(0)[0].any() and not cache.layer(2)[1].any()
+
+
+def test_a_layer_is_a_view_of_the_buffer() -> None:
+    cache = MHAKVCache.allocate(2, 4, 16, 1, 8, torch.bfloat16, CPU)
+    cache.layer(1)[1].fill_(3)
+    assert (cache.buffer[1, 1] == 3).all()
+    assert cache.buffer.shape == (2, 2, 4, 16, 1, 8)
+
+
+def test_page_bytes_are_those_of_the_buffer() -> None:
+    cache = MHAKVCache.allocate(3, 7, 4, 2, 8, torch.bfloat16, CPU)
+    assert 7 * page_bytes(3, 4, 2, 8, torch.bfloat16) == cache.buffer.nbytes
+
+
+def test_as_many_pages_fit_as_memory_beside_the_reserve_holds() -> None:
+    assert pages_that_fit(1000, page_bytes=100) == 10
+    assert pages_that_fit(1099, page_bytes=100, reserve_bytes=200) == 8
+    assert pages_that_fit(100, page_bytes=100, reserve_bytes=200) == 0
+
+
+def test_a_buffer_that_does_not_fit_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(MemoryError, match="lower --num-pages"):
+        MHAKVCache.allocate(64, 2**32, 16, 8, 128, torch.float32, CPU)
