@@ -68,6 +68,7 @@ class _Row:
     tokens: list[int]
     hashes: list[int]  # after each token
     kv_len: int
+    spoiled: bool = False
 
     def append(self, token: int) -> None:
         self.hashes.append(chain(self.hashes[-1] if self.hashes else _START, token))
@@ -96,7 +97,9 @@ class FakeRunner:
     step_tokens: int
     broken_steps: set[int] = field(default_factory=set)
     broken_seeds: set[int] = field(default_factory=set)
+    masks_stops: bool = True  # as min_tokens asks for
     plans: list[StepPlan] = field(default_factory=list)
+    violation: Exception | None = None
 
     def __post_init__(self) -> None:
         self.table = np.full((self.num_rows, self.max_pages_per_row), -1, np.int64)
@@ -104,6 +107,13 @@ class FakeRunner:
         self.rows: dict[int, _Row] = {}
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
+        try:
+            return self._execute(plan)
+        except Exception as error:  # the engine takes this for a failed step, so it is kept for the test
+            self.violation = self.violation or error
+            raise
+
+    def _execute(self, plan: StepPlan) -> FakePendingStep:
         self._check_form(plan)
         self.plans.append(plan)
         self.table[plan.page_rows, plan.page_cols] = plan.page_ids
@@ -115,9 +125,20 @@ class FakeRunner:
             self.rows[setup.row] = row
         self._store(plan)
         self._attend(plan)
+        result = self._sample(plan)
         if plan.step in self.broken_steps:
+            self._spoil(plan)
             return FakePendingStep(RuntimeError(f"the device lost step {plan.step}"))
-        return FakePendingStep(self._sample(plan))
+        return FakePendingStep(result)
+
+    def _spoil(self, plan: StepPlan) -> None:
+        """The KV of a broken step is worthless; the rows of that step may see it while they last, nobody else."""
+        for row_id, kv_len in zip(plan.decode_rows.tolist(), plan.decode_lens.tolist(), strict=True):
+            self.memory[self._slots(row_id, kv_len - 1, kv_len)] = -1
+            self.rows[row_id].spoiled = True
+        for chunk in plan.chunks:
+            self.memory[self._slots(chunk.row, chunk.start, chunk.start + len(chunk.token_ids))] = -1
+            self.rows[chunk.row].spoiled = True
 
     def _check_form(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.step_tokens, "the token budget is exceeded"
@@ -153,6 +174,8 @@ class FakeRunner:
     def _attend(self, plan: StepPlan) -> None:
         for row_id in [*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks)]:
             row = self.rows[row_id]
+            if row.spoiled:
+                continue
             seen = self.memory[self._slots(row_id, 0, row.kv_len)]
             assert (seen == np.array(row.hashes[: row.kv_len])).all(), f"row {row_id} reads the KV of another text"
 
@@ -162,7 +185,7 @@ class FakeRunner:
         for row_id in sampling_rows:
             row = self.rows[row_id]
             setup, sampling = row.setup, row.setup.sampling
-            num_output = len(row.tokens) - setup.prompt_len
+            num_output = len(row.tokens) - setup.prompt_len if self.masks_stops else sampling.min_tokens
             token = next_token(row.hashes[-1], num_output, sampling, setup.seed, self.vocab_size)
             row.append(token)
             tokens.append(token)
@@ -256,6 +279,8 @@ class Harness:
     def advance(self) -> bool:
         self.time += 1
         busy = self.pipeline.advance()
+        if self.runner.violation is not None:
+            raise self.runner.violation
         self.collect()
         self.scheduler.check_integrity()
         return busy

@@ -1,0 +1,28 @@
+"""An engine process with the fake runner instead of a model: ``fake_engine_process.py ADDRESS HOW``."""
+
+import sys
+import time
+from collections.abc import Callable
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.built import BuiltEngine
+from radixserve.engine.errors import ModelError
+from radixserve.engine.process import serve
+from radixserve.tests.engine.fakes import EOS, Harness
+
+
+def build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltEngine:
+    """Loads for a while, then is ready or fails, as the command line says."""
+    for part in range(12):
+        progress("loading weights", part / 12)
+        time.sleep(0.1)
+    if sys.argv[2] == "no-model":
+        raise ModelError("no file called model.safetensors; download the model first")
+    if sys.argv[2] == "crash":
+        raise RuntimeError("a bug")
+    harness = Harness()
+    return BuiltEngine(harness.runner, harness.cache, 512, 50, (EOS,), 64, True, "a fake")
+
+
+if __name__ == "__main__":
+    sys.exit(serve(ServeConfig(), sys.argv[1], build))
