@@ -14,6 +14,9 @@ from radixserve.kvcache.manager import Lease
 # A frontend's socket identity and the uid that is unique within it.
 RequestKey = tuple[bytes, int]
 
+# Requests that share a prefix worth waiting for have the same first tokens, so many of them.
+PREFIX_KEY_TOKENS = 16
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -67,6 +70,11 @@ class Request:
         return len(self.known) - self.computed
 
     @property
+    def prefix_key(self) -> tuple[str, bytes]:
+        """Equal for all requests with which this one could share a prefix worth waiting for."""
+        return self.namespace, self.prompt[:PREFIX_KEY_TOKENS].tobytes()
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether every prompt position must still be computed, so that cached KV is of no use."""
         return self.sampling.prompt_logprobs is not None and not self.output
@@ -78,7 +86,7 @@ class Request:
         """Whether ``token``, the last one of ``output``, ends the request."""
         if token in self.stops_on and len(self.output) > self.sampling.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.total_len >= self.max_total else None
+        return FinishReason.LENGTH if len(self.output) >= self.max_total - len(self.prompt) else None
 
     def final_event(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
         """A last event without tokens."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine.admission import Admission
-from radixserve.engine.messages import EngineStats, FinishReason, Rejected, Submit, TokenEvent
+from radixserve.engine.messages import EngineStats, FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.policy import POLICIES
 from radixserve.engine.prefill import decode_limit, share_budget
 from radixserve.engine.request import Request, RequestKey, refusal
@@ -27,6 +27,7 @@ RETRY_AFTER_S = 1.0
 
 _NOT_FINITE = "the model's output for this request was not finite"
 
+PromptLogprobs = dict[int, list[TokenLogprobs | None]]  # by row
 Share = tuple[Request, int]  # a request and the number of its known tokens that the next step computes
 
 
@@ -194,18 +195,20 @@ class Scheduler:
     def complete(self, plan: StepPlan, result: StepResult) -> None:
         """Take in the tokens of the oldest launched plan."""
         self._running.complete_step(plan.step)
-        failed = set(np.flatnonzero(result.failed).tolist())
+        tokens = result.token_ids.tolist()
+        failed = result.failed.tolist()
+        logprobs = result.logprobs or [None] * len(tokens)
+        by_row, num_decodes = self._running.by_row, len(plan.decode_rows)
         with self._cache.deferred_frees():
             for index, row in enumerate(plan.decode_rows.tolist()):
-                self._take_token(self._running.by_row[row], result, index, index in failed)
-            index = len(plan.decode_rows)
+                self._take_token(by_row[row], tokens[index], failed[index], logprobs[index])
+            index = num_decodes
             for chunk in plan.chunks:
-                request = self._running.by_row[chunk.row]
-                broken = chunk.samples and index in failed
-                if not broken and not request.ended:
-                    self._take_chunk(request, chunk, result)
+                request = by_row[chunk.row]
+                if not request.ended and not (chunk.samples and failed[index]):
+                    self._take_chunk(request, chunk, result.prompt_logprobs)
                 if chunk.samples:
-                    self._take_token(request, result, index, broken)
+                    self._take_token(request, tokens[index], failed[index], logprobs[index])
                     index += 1
             self._running.release_leaving()
 
@@ -291,43 +294,50 @@ class Scheduler:
 
     # ---- results ----
 
-    def _take_chunk(self, request: Request, chunk: PrefillChunk, result: StepResult) -> None:
+    def _take_chunk(self, request: Request, chunk: PrefillChunk, prompt_logprobs: PromptLogprobs | None) -> None:
         """A chunk is computed: from now on others may use its KV."""
         end = chunk.start + len(chunk.token_ids)
         assert request.lease is not None
         if request.lease.namespace == request.namespace:
             self._cache.commit(request.lease, request.known[:end])
             request.published = end
-        if request.needs_prompt_logprobs and result.prompt_logprobs is not None:
+        if request.needs_prompt_logprobs and prompt_logprobs is not None:
             # After a retraction the prompt is computed again: what comes now takes the place of what was there.
-            request.prompt_logprobs[chunk.start :] = result.prompt_logprobs[chunk.row]
+            request.prompt_logprobs[chunk.start :] = prompt_logprobs[chunk.row]
         if chunk.samples:
             self._running.prefills.remove(request)
 
-    def _take_token(self, request: Request, result: StepResult, index: int, broken: bool) -> None:
-        """Sample number ``index`` of a step belongs to ``request``, which may have ended since the launch."""
-        if broken:
+    def _take_token(self, request: Request, token: int, failed: bool, logprobs: TokenLogprobs | None) -> None:
+        """A sampled token belongs to ``request``, which may have ended since the step was launched."""
+        if failed:
             self._fail(request, _NOT_FINITE)
         if request.ended:
             return
-        token = int(result.token_ids[index])
         request.output.append(token)
         self._counters.generated_tokens += 1
         finish = request.finish_after(token)
-        logprobs = None if result.logprobs is None else result.logprobs[index]
-        event = TokenEvent(
-            request.uid,
-            [token],
-            finish,
-            request.cached_tokens or 0,
-            stop_token_id=token if finish is FinishReason.STOP and token in request.sampling.stop_token_ids else None,
-            logprobs=None if logprobs is None else [logprobs],
-            prompt_logprobs=(request.prompt_logprobs or None) if len(request.output) == 1 else None,
-        )
+        if finish is None and logprobs is None and len(request.output) > 1:
+            event = TokenEvent(request.key[1], [token], None, request.cached_tokens or 0)  # by far the most frequent
+        else:
+            event = self._event(request, token, finish, logprobs)
         self._events[request.key[0]].append(event)
         if finish is not None:
             self._counters.finished += 1
             self._end(request)
+
+    def _event(
+        self, request: Request, token: int, finish: FinishReason | None, logprobs: TokenLogprobs | None
+    ) -> TokenEvent:
+        by_stop_id = finish is FinishReason.STOP and token in request.sampling.stop_token_ids
+        return TokenEvent(
+            request.uid,
+            [token],
+            finish,
+            cached_tokens=request.cached_tokens or 0,
+            stop_token_id=token if by_stop_id else None,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=(request.prompt_logprobs or None) if len(request.output) == 1 else None,
+        )
 
     # ---- ends ----
 
