@@ -194,13 +194,11 @@ def _rules_for(count: int, given: SamplingParams | Sequence[SamplingParams] | No
 
 
 def _load_text(config: ServeConfig) -> TextModel | None:
-    """None for random weights without a tokenizer, which only token ids can be sent to."""
-    try:
-        return load_text_model(resolve_model(config.model, require_weights=False), config)
-    except ModelError:
-        if config.load_format == "dummy":
-            return None
-        raise
+    """None for a model without a tokenizer, which only token ids can be sent to."""
+    files = resolve_model(config.model, require_weights=False)
+    if files.gguf is None and files.tokenizer is None and config.tokenizer is None:
+        return None
+    return load_text_model(files, config)
 
 
 def _bar_progress(bar: Any) -> Progress:

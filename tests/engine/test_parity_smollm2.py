@@ -1,0 +1,56 @@
+"""Greedy tokens of the default model in fp32 equal those of transformers, however the work is cut and batched."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from radixserve.engine.llm import LLM, Completion
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.tests.engine.oracle import NUM_TOKENS, Answer, generate, load_default_model, recorded_answers
+
+ANSWERS = recorded_answers()
+PROMPTS = [answer.prompt for answer in ANSWERS]
+
+
+def greedy(max_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+@contextmanager
+def fp32(**options: Any) -> Iterator[LLM]:
+    with LLM(dtype="float32", device="cpu", **options) as llm:
+        yield llm
+
+
+def check(completions: list[Completion], answers: list[Answer], num_tokens: int = NUM_TOKENS) -> None:
+    for completion, answer in zip(completions, answers, strict=True):
+        expected = answer.tokens[:num_tokens]
+        assert completion.token_ids[: len(expected)] == expected, f"prompt {answer.prompt}"
+
+
+@pytest.mark.parametrize(("chunk", "page_size"), [(16, 4), (128, 1), (2048, 16)])
+def test_mixed_batches_with_cold_and_warm_cache(chunk: int, page_size: int) -> None:
+    with fp32(max_num_batched_tokens=chunk, page_size=page_size) as llm:
+        check(llm.generate(PROMPTS, greedy()), ANSWERS)
+        warm = llm.generate(PROMPTS[::-1], greedy())
+        check(warm, ANSWERS[::-1])
+        for completion in warm:
+            reusable = (len(completion.prompt_token_ids) - 1) // page_size * page_size
+            assert completion.cached_tokens == reusable
+
+
+def test_each_prompt_alone_without_a_cache() -> None:
+    num_tokens = 6
+    with fp32(disable_radix_cache=True) as llm:
+        completions = [llm.generate(prompt, greedy(num_tokens))[0] for prompt in PROMPTS]
+        check(completions, ANSWERS, num_tokens)
+        assert not any(completion.cached_tokens for completion in completions)
+
+
+def test_the_record_is_what_transformers_computes() -> None:
+    model = load_default_model()
+    for answer in ANSWERS[::10]:
+        tokens = generate(model, answer.prompt, num_tokens=8)
+        assert tokens == answer.tokens[: len(tokens)]
