@@ -20,6 +20,11 @@ from radixserve.engine.loading import answering
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
 
+# Threads of CPU kernels meet some hundred times a step. When a frontend or anybody else takes a core, one that spins
+# at a barrier burns the time slice of the thread it waits for; one that sleeps is woken at once. Measured with both
+# cores busy: a decode step's linear layers in 50 ms instead of 180 to 820 ms (benchmarks/notes/cpu_threads.md).
+_OPENMP_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
 Build = Callable[[ServeConfig, Callable[[str, float], None]], BuiltEngine]
 
 _log = logging.getLogger(__name__)
@@ -63,6 +68,8 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
 
 
 def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltEngine:
+    for name, value in _OPENMP_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # read once, when torch loads OpenMP
     from radixserve.engine.build import build_engine  # late: it loads torch, which takes seconds
 
     return build_engine(config, progress)

@@ -28,11 +28,16 @@ def _gone(pids: list[int], timeout_s: float = 10.0) -> bool:
     return False
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_port_listens_and_health_says_loading_before_the_model_is_there() -> None:
     with running_server(wait=False) as server:
         port = int(server.url.rsplit(":", 1)[1])
         deadline = time.monotonic() + 5
-        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+        while not _listens(port):
             assert time.monotonic() < deadline, "the port must listen from the first second"
             time.sleep(0.05)
         early = server.health()

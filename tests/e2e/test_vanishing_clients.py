@@ -30,11 +30,10 @@ def test_ctrl_c_in_mid_stream_frees_the_request(server: RunningServer) -> None:
         "-d",
         body,
     ]
-    curl = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert curl.stdout is not None
-    assert curl.stdout.readline().startswith(b"data: ")
-    curl.send_signal(signal.SIGINT)
-    curl.wait(5)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
+        assert curl.stdout is not None
+        assert curl.stdout.readline().startswith(b"data: ")
+        curl.send_signal(signal.SIGINT)
     before = time.monotonic()
     server.wait_idle(5)
     assert time.monotonic() - before < 5
