@@ -9,6 +9,7 @@ milliseconds of CPU time of the thread, best and median of the repeats. Needs no
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import heapq
 import itertools
@@ -42,45 +43,43 @@ Times = dict[str, list[float]]
 class NumpyCompare(RadixPrefixCache):
     """Key comparison: each node's ids as an array, compared element by element with numpy."""
 
-    def _walk(self, query: bytes, namespace: str) -> Any:
+    def _walk(self, query: memoryview, namespace: str) -> Any:
         node, matched, page_bytes, ids = self._root, 0, self._page_bytes, np.frombuffer(query, np.int32)
-        child = node.children.get(namespace.encode() + query[:page_bytes]) if query else None
+        child = node.children.get(namespace.encode() + query[:page_bytes])
         while child is not None:
-            key = np.frombuffer(child.key, np.int32)
-            rest = ids[matched // 4 : matched // 4 + len(key)]
-            differs = rest != key[: len(rest)]
-            first = int(differs.argmax()) if len(differs) else 0
-            shared = first if len(differs) and differs[first] else len(rest)
-            if shared < len(key):
+            length = len(child.pages) * self.page_size
+            rest = ids[matched // 4 : matched // 4 + length]
+            differs = rest != np.frombuffer(child.text, np.int32, len(rest), child.start)
+            first = int(differs.argmax())
+            shared = first if differs[first] else len(rest)
+            if shared < length:
                 return node, matched, child, shared // self.page_size * page_bytes
-            node, matched = child, matched + len(child.key)
-            child = node.children.get(query[matched : matched + page_bytes])
+            node, matched = child, matched + length * 4
+            child = node.children.get(bytes(query[matched : matched + page_bytes]))
         return node, matched, None, 0
 
 
 class ListCompare(RadixPrefixCache):
-    """Key comparison: Python lists of ids, equal slices first, then a loop to the first difference."""
+    """Key comparison: Python lists of ids, kept for each node; slices first, then a loop to the difference."""
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
-        self._lists: dict[bytes, list[int]] = {}
+        self._lists: dict[tuple[Any, int, int], list[int]] = {}
 
-    def _list(self, key: bytes) -> list[int]:
-        if key not in self._lists:
-            self._lists[key] = np.frombuffer(key, np.int32).tolist()
-        return self._lists[key]
-
-    def _walk(self, query: bytes, namespace: str) -> Any:
+    def _walk(self, query: memoryview, namespace: str) -> Any:
         node, matched, page_bytes, ids = self._root, 0, self._page_bytes, np.frombuffer(query, np.int32).tolist()
-        child = node.children.get(namespace.encode() + query[:page_bytes]) if query else None
+        child = node.children.get(namespace.encode() + query[:page_bytes])
         while child is not None:
-            key, start = self._list(child.key), matched // 4
+            segment = (child, child.start, len(child.pages))  # a split or an eviction makes another one
+            if segment not in self._lists:
+                self._lists[segment] = np.frombuffer(child.text, np.int32, offset=child.start).tolist()
+            key, start = self._lists[segment], matched // 4
             if ids[start : start + len(key)] != key:
                 pairs = zip(itertools.islice(ids, start, None), key, strict=False)
                 shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids) - start, len(key)))
                 return node, matched, child, shared // self.page_size * page_bytes
-            node, matched = child, matched + len(child.key)
-            child = node.children.get(query[matched : matched + page_bytes])
+            node, matched = child, matched + len(key) * 4
+            child = node.children.get(bytes(query[matched : matched + page_bytes]))
         return node, matched, None, 0
 
 
@@ -300,22 +299,24 @@ def time_manager(page_size: int, timer: Timer, rng: np.random.Generator) -> None
     cache.check_integrity()
 
 
-def measure(name: str, page_size: int, repeats: int) -> dict[str, dict[str, float]]:
-    timer, rng = Timer(), np.random.default_rng(0)
-
-    def make() -> Any:
-        return VARIANTS[name](page_size)
-
-    for _ in range(repeats):
+def measure(page_size: int, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Variants take turns, so that a busy minute of the machine meets them all."""
+    timers = {name: Timer() for name in VARIANTS}
+    for repeat, (name, timer) in itertools.product(range(repeats), timers.items()):
+        make = functools.partial(VARIANTS[name], page_size)
+        rng = np.random.default_rng(repeat)
         time_long_prompt(make, timer, rng)
         time_shared_halves(make, timer, rng)
+        if repeat % 3 == 0:
+            time_many_leaves(make, timer, rng)
         if VARIANTS[name] is RadixPrefixCache:
             time_manager(page_size, timer, rng)
-    for _ in range(max(repeats // 3, 1)):
-        time_many_leaves(make, timer, rng)
     return {
-        operation: {"best_ms": round(min(times), 4), "median_ms": round(statistics.median(times), 4)}
-        for operation, times in timer.times.items()
+        name: {
+            operation: {"best_ms": round(min(times), 4), "median_ms": round(statistics.median(times), 4)}
+            for operation, times in timer.times.items()
+        }
+        for name, timer in timers.items()
     }
 
 
@@ -345,12 +346,12 @@ def print_table(results: dict[str, dict[str, dict[str, float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     report: dict[str, Any] = {"machine": describe_machine(), "page_size": {}}
     for page_size in args.page_sizes:
-        results = {name: measure(name, page_size, args.repeats) for name in VARIANTS}
+        results = measure(page_size, args.repeats)
         report["page_size"][str(page_size)] = results
         print(f"\nPage size {page_size}, median milliseconds\n")
         print_table(results)

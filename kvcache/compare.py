@@ -15,16 +15,15 @@ def common_prefix_len(a: Int32s, b: Int32s) -> int:
     return first if differs[first] else length
 
 
-def common_pages(query: bytes, start: int, key: bytes | memoryview, page_bytes: int) -> int:
-    """Leading whole pages of ``key`` that ``query[start:]`` agrees with.
+def common_pages(text: bytes, start: int, other: memoryview, page_bytes: int) -> int:
+    """Leading whole pages of ``other`` that ``text[start:]`` agrees with.
 
-    By halving what is undecided: each step is one memcmp, together they read the key about twice, and copy nothing.
+    By halving what is undecided: each step is one memcmp, together they read ``other`` about twice, and copy nothing.
     """
-    view = memoryview(key)
-    low, high = 0, min(len(query) - start, len(key)) // page_bytes
+    low, high = 0, len(other) // page_bytes
     while low < high:
         middle = (low + high + 1) // 2
-        if query.startswith(view[low * page_bytes : middle * page_bytes], start + low * page_bytes):
+        if text.startswith(other[low * page_bytes : middle * page_bytes], start + low * page_bytes):
             low = middle
         else:
             high = middle - 1

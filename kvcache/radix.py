@@ -16,21 +16,23 @@ from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
 _INT32 = np.dtype(np.int32)
 _TOKEN_BYTES = _INT32.itemsize
 _NO_PAGES: Int32s = np.empty(0, np.int32)
+_NO_TEXT = memoryview(b"")
 
 
 class _Node:
-    """One segment of the tree: ``key`` (int32 ids as bytes) lies on ``pages``; ``branch`` is its key in the parent.
+    """One segment of the tree: ``text[start:]`` (int32 ids as bytes) lies on ``pages``; ``branch`` is its key above.
 
     ``locks`` counts the locked handles that end here or below, so it never grows towards the leaves; ``uses`` counts
     the lookups that came through.
     """
 
-    __slots__ = ("branch", "children", "key", "locks", "pages", "parent", "uses")
+    __slots__ = ("branch", "children", "locks", "pages", "parent", "start", "text", "uses")
 
-    def __init__(self, parent: _Node | None, branch: bytes, key: bytes | memoryview, pages: Int32s):
+    def __init__(self, parent: _Node | None, branch: bytes, text: bytes, pages: Int32s):
         self.parent = parent
         self.branch = branch
-        self.key = key
+        self.text = text
+        self.start = 0
         self.pages = pages
         self.children: dict[bytes, _Node] = {}
         self.locks = 0
@@ -123,7 +125,7 @@ class RadixPrefixCache:
             missing -= len(leaf.pages) - kept
             if kept:
                 # Copies, so that the dropped ends do not stay in memory as long as a stub of their segment lives.
-                leaf.key = bytes(leaf.key[: kept * self._page_bytes])
+                leaf.text, leaf.start = leaf.text[leaf.start : leaf.start + kept * self._page_bytes], 0
                 leaf.pages = leaf.pages[:kept].copy()
             else:
                 self._order.remove(leaf)
@@ -146,8 +148,10 @@ class RadixPrefixCache:
         for node in nodes:
             for branch, child in node.children.items():
                 assert child.parent is node and child.branch == branch, "parent and child disagree"
-                assert branch.endswith(bytes(child.key[: self._page_bytes])), "a branch is not its child's first page"
-                assert len(child.key) == len(child.pages) * self._page_bytes > 0, "keys and pages differ in length"
+                first_page = child.text[child.start : child.start + self._page_bytes]
+                assert branch.endswith(first_page), "a branch is not its child's first page"
+                assert len(child.text) == child.start + len(child.pages) * self._page_bytes, "text and pages differ"
+                assert len(child.pages) > 0, "a node is empty"
             if node is not self._root:
                 assert node.locks >= sum(child.locks for child in node.children.values()), "a lock misses its parents"
                 evictable += len(node.pages) if node.locks == 0 else 0
@@ -158,11 +162,13 @@ class RadixPrefixCache:
         owned = self.owned_pages()
         assert len(np.unique(owned)) == len(owned), "a page lies in two places of the tree"
 
-    def _query(self, token_ids: Int32s) -> bytes:
+    def _query(self, token_ids: Int32s) -> memoryview:
+        """The bytes of the whole pages of ``token_ids`` (contiguous), not copied."""
         assert token_ids.dtype == _INT32
-        return token_ids[: len(token_ids) // self.page_size * self.page_size].tobytes()
+        num_pages = len(token_ids) // self.page_size
+        return token_ids.data.cast("B")[: num_pages * self._page_bytes] if num_pages else _NO_TEXT
 
-    def _walk(self, query: bytes, namespace: str) -> tuple[_Node, int, _Node | None, int]:
+    def _walk(self, query: memoryview, namespace: str) -> tuple[_Node, int, _Node | None, int]:
         """Follow ``query`` (whole pages) from the root. Returns the last node that matches to its end and the bytes
         matched up to there, then the child inside which the match ends, or None, and the bytes shared with that.
         """
@@ -171,38 +177,40 @@ class RadixPrefixCache:
             return node, 0, None, 0
         child = node.children.get(namespace.encode() + query[:page_bytes])
         while child is not None:
-            if not query.startswith(child.key, matched):
-                return node, matched, child, common_pages(query, matched, child.key, page_bytes) * page_bytes
+            length = len(child.pages) * page_bytes
+            rest = query[matched : matched + length]
+            if len(rest) < length or not child.text.startswith(rest, child.start):
+                return node, matched, child, common_pages(child.text, child.start, rest, page_bytes) * page_bytes
             node = child
-            matched += len(node.key)
-            child = node.children.get(query[matched : matched + page_bytes])
+            matched += length
+            child = node.children.get(bytes(query[matched : matched + page_bytes]))
         return node, matched, None, 0
 
     def _split(self, lower: _Node, upper_bytes: int) -> _Node:
         """Cut the first ``upper_bytes`` off ``lower`` into a new parent.
 
         Handles that end at ``lower`` stay right, as it keeps its end; the new node inherits their locks, as each of
-        them covers it too. The upper part is copied. The lower part stays a view, which wastes nothing, since the text
-        before it lives as long as it does.
+        them covers it too. The upper part is copied; the lower part keeps the old text and skips its beginning, which
+        wastes at most as much again, as the text above a node lives as long as the node.
         """
-        parent, num_pages = lower.parent, upper_bytes // self._page_bytes
+        parent, num_pages, middle = lower.parent, upper_bytes // self._page_bytes, lower.start + upper_bytes
         assert parent is not None
-        upper = _Node(parent, lower.branch, bytes(lower.key[:upper_bytes]), lower.pages[:num_pages].copy())
+        upper = _Node(parent, lower.branch, lower.text[lower.start : middle], lower.pages[:num_pages].copy())
         upper.locks, upper.uses = lower.locks, lower.uses
         parent.children[upper.branch] = upper
-        lower.parent, lower.key, lower.pages = upper, memoryview(lower.key)[upper_bytes:], lower.pages[num_pages:]
-        lower.branch = bytes(lower.key[: self._page_bytes])
+        lower.parent, lower.start, lower.pages = upper, middle, lower.pages[num_pages:]
+        lower.branch = lower.text[middle : middle + self._page_bytes]
         upper.children[lower.branch] = lower
         if upper.locks == 0:
             self._order.add(upper)
         return upper
 
-    def _add_leaf(self, parent: _Node, query: bytes, start: int, pages: Int32s, namespace: str) -> _Node:
-        branch = query[start : start + self._page_bytes]
+    def _add_leaf(self, parent: _Node, query: memoryview, start: int, pages: Int32s, namespace: str) -> _Node:
+        branch = bytes(query[start : start + self._page_bytes])
         if parent is self._root:
             branch = namespace.encode() + branch
         # The pages are copied: callers pass a part of their page table, which changes.
-        leaf = _Node(parent, branch, query[start:], pages[start // self._page_bytes :].copy())
+        leaf = _Node(parent, branch, bytes(query[start:]), pages[start // self._page_bytes :].copy())
         parent.children[branch] = leaf
         self._order.add(leaf)
         self._evictable_pages += len(leaf.pages)

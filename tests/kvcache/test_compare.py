@@ -28,6 +28,6 @@ def test_the_common_prefix_ends_at_the_first_difference(shared: list[int], a: li
 def test_common_pages_are_the_whole_pages_of_the_common_prefix(
     page_size: int, before: list[int], shared: list[int], a: list[int], b: list[int]
 ) -> None:
-    query, key = np.array(before + shared + a, np.int32).tobytes(), np.array(shared + b, np.int32).tobytes()
+    text, other = np.array(before + shared + a, np.int32).tobytes(), np.array(shared + b, np.int32).tobytes()
     expected = counted_one_by_one(shared + a, shared + b) // page_size
-    assert common_pages(query, 4 * len(before), key, 4 * page_size) == expected
+    assert common_pages(text, 4 * len(before), memoryview(other), 4 * page_size) == expected
