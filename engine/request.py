@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenLogprobs
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import Int32s
 from radixserve.kvcache.manager import Lease
@@ -87,10 +87,6 @@ class Request:
         if token in self.stops_on and len(self.output) > self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output) >= self.max_total - len(self.prompt) else None
-
-    def final_event(self, reason: FinishReason, error: str | None = None) -> TokenEvent:
-        """A last event without tokens."""
-        return TokenEvent(self.uid, [], reason, cached_tokens=self.cached_tokens or 0, error=error)
 
 
 def refusal(

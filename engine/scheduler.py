@@ -7,7 +7,6 @@ token budget, chunks of the prompts that are being computed.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,7 +14,8 @@ import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine.admission import Admission
-from radixserve.engine.messages import EngineStats, FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.messages import EngineStats, Rejected, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.outbox import Outbox
 from radixserve.engine.policy import POLICIES
 from radixserve.engine.prefill import decode_limit, share_budget
 from radixserve.engine.request import Request, RequestKey, refusal
@@ -39,21 +39,6 @@ class SchedulerLimits:
     vocab_size: int
     step_tokens: int
     eos_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Counters:
-    """Counted since start; fields as in ``EngineStats``."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    rejected: int = 0
-    failed: int = 0
-    retracted: int = 0
 
 
 class Scheduler:
@@ -90,8 +75,7 @@ class Scheduler:
             shares_prefixes=shares_prefixes,
         )
         self._arrivals = 0
-        self._counters = _Counters()
-        self._events: dict[bytes, list[TokenEvent]] = defaultdict(list)
+        self._outbox = Outbox()
 
     # ---- requests come and go ----
 
@@ -101,14 +85,14 @@ class Scheduler:
 
     @property
     def steps_in_flight(self) -> int:
-        return self._counters.steps - self._running.completed_step
+        return self._outbox.counters.steps - self._running.completed_step
 
     def submit(self, frontend: bytes, submit: Submit) -> Rejected | None:
         """Accept a request (None), or say why not. Raises ValueError when ``prompt_ids`` are not whole int32s."""
         prompt = np.frombuffer(submit.prompt_ids, np.dtype("<i4")).astype(np.int32, copy=False)
         rejected = self._refusal((frontend, submit.uid), submit, prompt)
         if rejected is not None:
-            self._counters.rejected += 1
+            self._outbox.counters.rejected += 1
             return rejected
         sampling = submit.sampling
         room = min(self._limits.max_model_len, self._pool_tokens)
@@ -142,12 +126,11 @@ class Scheduler:
     def forget_frontend(self, frontend: bytes) -> None:
         """Abort all requests of a frontend that is gone, and tell it nothing."""
         self._abort([r for r in self._requests.values() if r.key[0] == frontend])
-        self._events.pop(frontend, None)
+        self._outbox.forget(frontend)
 
     def take_events(self) -> dict[bytes, list[TokenEvent]]:
         """Events since the last call, by frontend."""
-        events, self._events = self._events, defaultdict(list)
-        return events
+        return self._outbox.take()
 
     def stats(self) -> EngineStats:
         cache = self._cache.stats()
@@ -158,7 +141,7 @@ class Scheduler:
             kv_free_tokens=cache.free_tokens,
             kv_evictable_tokens=cache.evictable_tokens,
             evicted_tokens=cache.evicted_tokens,
-            **asdict(self._counters),
+            **asdict(self._outbox.counters),
         )
 
     def flush_cache(self) -> int:
@@ -241,8 +224,8 @@ class Scheduler:
         for request in started:
             if request.cached_tokens is None:  # not when it comes back from a retraction
                 request.cached_tokens = request.computed
-                self._counters.prompt_tokens += request.prompt_len
-                self._counters.cached_tokens += request.cached_tokens
+                self._outbox.counters.prompt_tokens += request.prompt_len
+                self._outbox.counters.cached_tokens += request.cached_tokens
 
     def _share(self, budget: int) -> list[Share]:
         prefills = unfinished(self._running.prefills)
@@ -265,11 +248,11 @@ class Scheduler:
         assert len(self._running) > 1, "a request that runs alone does not fit"
         self._running.leave(request)
         self._admission.waiting.add(request)
-        self._counters.retracted += 1
+        self._outbox.counters.retracted += 1
 
     def _plan(self, decode_rows: Int32s, shares: Sequence[Share]) -> StepPlan:
-        self._counters.steps += 1
-        step, decodes = self._counters.steps, self._running.decodes
+        self._outbox.counters.steps += 1
+        step, decodes = self._outbox.counters.steps, self._running.decodes
         kv_lens = decodes.next_lens(decode_rows)
         decodes.advance(decode_rows)
         self._running.launched(decode_rows, step)
@@ -314,46 +297,23 @@ class Scheduler:
         if request.ended:
             return
         request.output.append(token)
-        self._counters.generated_tokens += 1
         finish = request.finish_after(token)
-        if finish is None and logprobs is None and len(request.output) > 1:
-            event = TokenEvent(request.key[1], [token], None, request.cached_tokens or 0)  # by far the most frequent
-        else:
-            event = self._event(request, token, finish, logprobs)
-        self._events[request.key[0]].append(event)
+        self._outbox.token(request, token, finish, logprobs)
         if finish is not None:
-            self._counters.finished += 1
             self._end(request)
-
-    def _event(
-        self, request: Request, token: int, finish: FinishReason | None, logprobs: TokenLogprobs | None
-    ) -> TokenEvent:
-        by_stop_id = finish is FinishReason.STOP and token in request.sampling.stop_token_ids
-        return TokenEvent(
-            request.uid,
-            [token],
-            finish,
-            cached_tokens=request.cached_tokens or 0,
-            stop_token_id=token if by_stop_id else None,
-            logprobs=None if logprobs is None else [logprobs],
-            prompt_logprobs=(request.prompt_logprobs or None) if len(request.output) == 1 else None,
-        )
 
     # ---- ends ----
 
     def _abort(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._counters.aborted += 1
-            self._events[request.key[0]].append(request.final_event(FinishReason.ABORT))
+            self._outbox.aborted(request)
             self._end(request)
 
     def _fail(self, request: Request, reason: str) -> None:
         request.sound = False
-        if request.ended:
-            return
-        self._counters.failed += 1
-        self._events[request.key[0]].append(request.final_event(FinishReason.ERROR, reason))
-        self._end(request)
+        if not request.ended:
+            self._outbox.failed(request, reason)
+            self._end(request)
 
     def _end(self, request: Request) -> None:
         """The final event is out."""

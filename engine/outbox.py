@@ -1,0 +1,72 @@
+"""What is to be told to the frontends, and the counters that go with it. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from radixserve.engine.messages import FinishReason, TokenEvent, TokenLogprobs
+from radixserve.engine.request import Request
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counted since start; fields as in ``EngineStats``."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    rejected: int = 0
+    failed: int = 0
+    retracted: int = 0
+
+
+class Outbox:
+    """Owns the events that the frontends have not been sent yet, and the counters."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._events: dict[bytes, list[TokenEvent]] = defaultdict(list)
+
+    def token(self, request: Request, token: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
+        """``token`` was appended to the output of ``request``, and ended it if ``finish`` is set."""
+        self.counters.generated_tokens += 1
+        if finish is None and logprobs is None and len(request.output) > 1:  # by far the most frequent
+            event = TokenEvent(request.key[1], [token], None, request.cached_tokens or 0)
+        else:
+            by_stop_id = finish is FinishReason.STOP and token in request.sampling.stop_token_ids
+            event = TokenEvent(
+                request.uid,
+                [token],
+                finish,
+                cached_tokens=request.cached_tokens or 0,
+                stop_token_id=token if by_stop_id else None,
+                logprobs=None if logprobs is None else [logprobs],
+                prompt_logprobs=(request.prompt_logprobs or None) if len(request.output) == 1 else None,
+            )
+        self._events[request.key[0]].append(event)
+        self.counters.finished += finish is not None
+
+    def aborted(self, request: Request) -> None:
+        self.counters.aborted += 1
+        self._end(request, FinishReason.ABORT, None)
+
+    def failed(self, request: Request, error: str) -> None:
+        self.counters.failed += 1
+        self._end(request, FinishReason.ERROR, error)
+
+    def take(self) -> dict[bytes, list[TokenEvent]]:
+        """Events since the last call, by frontend."""
+        events, self._events = self._events, defaultdict(list)
+        return events
+
+    def forget(self, frontend: bytes) -> None:
+        """There is nobody left to tell."""
+        self._events.pop(frontend, None)
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        event = TokenEvent(request.uid, [], reason, cached_tokens=request.cached_tokens or 0, error=error)
+        self._events[request.key[0]].append(event)
