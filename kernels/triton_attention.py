@@ -37,8 +37,8 @@ def _cut_slices(
 ):
     """Lay the sequences out on the line of units and find where each slice begins."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     seq = tl.arange(0, SEQS)
     lens = tl.load(kv_lens_ptr + seq, mask=seq < num_seqs, other=0)
     # An empty sequence takes one unit, so that somebody writes its (zero) output.
@@ -96,6 +96,30 @@ def _attend(
 
 
 @triton.jit
+def _prefetch_first_block(
+    k_ptr,
+    v_ptr,
+    table_row_ptr,
+    begin,
+    kv_len,
+    slot_stride,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Ask the L2 cache for the first keys and values, all 128-byte lines of them, while the kernel before ends."""
+    if kv_len > begin:
+        token = tl.minimum(begin + tl.arange(0, BLOCK), kv_len - 1)
+        slot = tl.load(table_row_ptr + token // PAGE).to(tl.int64) * PAGE + token % PAGE
+        offset = slot[:, None] * slot_stride + tl.arange(0, D // 64)[None, :] * 64
+        for base in tl.static_range(2):
+            address = ((k_ptr if base == 0 else v_ptr) + offset).to(tl.int64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@triton.jit
 def _merge(
     part_out_ptr,  # fp32 [parts, kv_heads, GROUP_ROWS, D]
     part_lse_ptr,  # fp32 [parts, kv_heads, GROUP_ROWS], base 2
@@ -108,7 +132,7 @@ def _merge(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     D: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # loaded at once
 ):
     """Join the parts of one sequence and head in the order of their slices."""
     row = tl.arange(0, GROUP_ROWS)
@@ -117,23 +141,20 @@ def _merge(
     total = tl.zeros([GROUP_ROWS], tl.float32)
     acc = tl.zeros([GROUP_ROWS, D], tl.float32)
     for start in range(first, last + 1, PARTS):
-        piece = start + tl.arange(0, PARTS)
-        index = tl.where(piece == first, first_part, 2 * piece) * KV_HEADS + head
-        line = index[:, None] * GROUP_ROWS + row[None, :]
-        live = (piece <= last)[:, None]
-        lse = tl.load(part_lse_ptr + line, mask=live, other=float("-inf"), cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(lse - new_top[None, :])
-        part = tl.load(
-            part_out_ptr + line[:, :, None] * D + dim[None, None, :],
-            mask=live[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        top = new_top
+        for ahead in tl.static_range(PARTS):
+            piece = start + ahead
+            live = row < tl.where(piece <= last, GROUP_ROWS, 0)
+            line = (tl.where(piece == first, first_part, 2 * piece) * KV_HEADS + head) * GROUP_ROWS + row
+            # Past the L1 cache, which is not coherent: other blocks wrote these.
+            lse = tl.load(part_lse_ptr + line, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_out_ptr + line[:, None] * D + dim[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
+            )
+            new_top = tl.maximum(top, lse)
+            shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            total = total * shrink + weight
+            top = new_top
     result = acc / total[:, None]
     spot = out_ptr + row[:, None] * D + dim[None, :]
     tl.store(spot, result.to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
@@ -168,11 +189,11 @@ def _decode(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One slice of one KV head: whole sequences go straight to the output, cut ones into parts."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     head = tl.program_id(0)
     piece = tl.program_id(1)
@@ -187,6 +208,21 @@ def _decode(
     k_head_ptr = k_ptr + head * D
     v_head_ptr = v_ptr + head * D
     position = begin
+    if PDL:
+        # The plan may be read before the wait (see plan_decode); q and the newest keys may not.
+        if PREFETCH and begin < end:
+            _prefetch_first_block(
+                k_head_ptr,
+                v_head_ptr,
+                table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride,
+                (begin - tl.load(unit_starts_ptr + seq)) * UNIT,
+                tl.load(kv_lens_ptr + seq),
+                KV_HEADS * D,
+                D,
+                PAGE,
+                BLOCK,
+            )
+        gdc_wait()
     while position < end:
         seq_begin = tl.load(unit_starts_ptr + seq)
         seq_end = tl.load(unit_starts_ptr + seq + 1)
@@ -254,11 +290,12 @@ class TritonDecodeAttention:
     before the layers; the layers of one step share its result. ``pdl``: programmatic dependent launch.
     """
 
-    block_tokens = 64
+    block_tokens = 32
     num_stages = 5
-    num_warps = 4
-    blocks_per_sm = 2
-    min_units = MIN_SLICE_UNITS
+    num_warps = 2
+    blocks_per_sm = 4
+    min_units = 2
+    prefetch = True
 
     def __init__(
         self, q_heads: int, kv_heads: int, head_dim: int, max_seqs: int, device: torch.device, pdl: bool = True
@@ -336,7 +373,8 @@ class TritonDecodeAttention:
             ROWS=ROWS,
             BLOCK=self.block_tokens,
             STAGES=self.num_stages,
-            PARTS=max(1, 32 // self.group_rows),
+            PARTS=8,
+            PREFETCH=self.prefetch,
             PDL=self.pdl,
             num_warps=self.num_warps,
             launch_pdl=self.pdl,

@@ -11,23 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from radixserve.kernels.triton_ops import rms_norm, silu_mul
-
 
 @triton.jit
-def _finish(
-    value, gate, scale, add_ptr, out_ptr, spot, mask, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
-):
-    """Apply the norm's scale, the gate and the residual to fp32 results, and store them."""
-    if NORM:
-        value = value * scale
-        gate = gate * scale
+def _finish(value, gate, add_ptr, out_ptr, spot, mask, GATED: tl.constexpr, ADD: tl.constexpr):
+    """Apply the gate and the residual to fp32 results, and store them."""
     if GATED:
         value = gate / (1.0 + tl.exp(-gate)) * value
     if ADD:
@@ -64,8 +56,8 @@ def _gemv(
     if NORM:
         norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     gate_acc = acc
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -86,27 +78,77 @@ def _gemv(
             gate_acc += gate_weight.to(tl.float32) * x[None, :]
     value = tl.sum(acc, 1)
     gate = tl.sum(gate_acc, 1) if GATED else value
-    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    _finish(value, gate, scale, add_ptr, out_ptr, n, n < N, NORM, GATED, ADD)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        value = value * scale
+        gate = gate * scale
+    _finish(value, gate, add_ptr, out_ptr, n, n < N, GATED, ADD)
+
+
+@triton.jit
+def _gemv_rows(
+    x_ptr,  # [K]
+    weight_ptr,  # [N, K], or [2 N, K] if GATED: first the gates
+    norm_ptr,  # [K] if NORM
+    add_ptr,  # [N] if ADD
+    out_ptr,  # [N]
+    eps,
+    N,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    up_shift = N.to(tl.int64) * K
+    if NORM:
+        norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        early = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        address = (weight_ptr + early[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K // 64)[None, :] * 64).to(
+            tl.int64
+        )
+        _prefetch_l2(address)
+        if GATED:
+            _prefetch_l2(address + up_shift * 2)
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+        x = x * norm
+    for block in tl.range(tl.program_id(0), N // BLOCK_N, tl.num_programs(0), num_stages=STAGES):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        line_ptr = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+        weight = tl.load(line_ptr + (up_shift if GATED else 0))
+        value = tl.sum(weight.to(tl.float32) * x[None, :], 1) * scale
+        gate = value
+        if GATED:
+            gate_weight = tl.load(line_ptr)
+            gate = tl.sum(gate_weight.to(tl.float32) * x[None, :], 1) * scale
+        _finish(value, gate, add_ptr, out_ptr, n, n < N, GATED, ADD)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K], or [2 N, K] if GATED: first the gates
-    norm_ptr,  # [K] if NORM
     add_ptr,  # [M, N] if ADD
     out_ptr,  # [M, N]
-    eps,
     M,
     N,
-    K: tl.constexpr,  # a multiple of BLOCK_K
+    K,  # a multiple of BLOCK_K; not a constant, or the loop would be unrolled and run out of registers
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     LINES: tl.constexpr,  # a power of two >= K / 64
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
@@ -124,28 +166,21 @@ def _matmul(
         _prefetch_l2(address)
         if GATED:
             _prefetch_l2(address + up_shift * 2)
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     x_ptrs = x_ptr + safe_m[:, None] * K + k[None, :]
     weight_ptrs = weight_ptr + safe_n[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     gate_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         x = tl.load(x_ptrs + start)
         weight = tl.load(weight_ptrs + start + (up_shift if GATED else 0))
-        if NORM:
-            norm = tl.load(norm_ptr + start + k).to(tl.float32)
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            x = (wide * norm[None, :]).to(x.dtype)
         acc = tl.dot(x, tl.trans(weight), acc)
         if GATED:
             gate_acc = tl.dot(x, tl.trans(tl.load(weight_ptrs + start)), gate_acc)
-    scale = tl.rsqrt(squares / K + eps)[:, None]
     spot = m[:, None].to(tl.int64) * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
-    _finish(acc, gate_acc, scale, add_ptr, out_ptr, spot, inside, NORM, GATED, ADD)
+    _finish(acc, gate_acc, add_ptr, out_ptr, spot, inside, GATED, ADD)
 
 
 @triton.jit
@@ -155,14 +190,22 @@ def _prefetch_l2(address):
     )
 
 
-MAX_FUSED_TOKENS = 256  # beyond, the arithmetic matters most and the library's matrix product is faster
+MAX_TOKENS = 64  # of _matmul: beyond, arithmetic counts, and the library's product is as fast
+MAX_WEIGHTS = 8 << 20  # of _matmul: products with more weights take longer than the launches that fusing saves
+
+
+def is_fused(tokens: int, weight: Tensor) -> bool:
+    """Whether ``fused_linear`` is the fastest for ``tokens`` rows of x, as measured on an H200."""
+    if weight.shape[1] % 64:
+        return False
+    return tokens == 1 or (tokens <= MAX_TOKENS and weight.numel() <= MAX_WEIGHTS)
 
 
 def fused_linear(
     x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]; [2 N, K] if gated: gate projection, then up projection
     *,
-    norm: Tensor | None = None,  # [K]
+    norm: Tensor | None = None,  # [K]; only if M is 1
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,  # [M, N]
@@ -172,58 +215,33 @@ def fused_linear(
     """rms_norm(x) (if ``norm``) times weight.T, then silu(gate) * up (if ``gated``), plus ``residual``: [M, N]."""
     m, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    if m > MAX_FUSED_TOKENS or k % 64:
-        return _unfused(x, weight, norm, eps, gated, residual, pdl)
     out = torch.empty(m, n, dtype=dtype or x.dtype, device=x.device)
-    options: dict[str, Any] = {
-        "K": k,
-        "NORM": norm is not None,
-        "GATED": gated,
-        "ADD": residual is not None,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-    }
-    tensors = (x, weight, x if norm is None else norm, x if residual is None else residual, out)
+    added = x if residual is None else residual
+    options: dict[str, Any] = {"GATED": gated, "ADD": residual is not None, "PDL": pdl, "launch_pdl": pdl}
     if m == 1:
         width = min(triton.next_power_of_2(k), 4096)
         block_n = max(1, 8192 // width // (2 if gated else 1))
-        _gemv[(triton.cdiv(n, block_n),)](*tensors, eps, n, BLOCK_N=block_n, BLOCK_K=width, num_warps=4, **options)
+        if gated and width < 4096:
+            block_n *= 2
+        options |= {"K": k, "BLOCK_N": block_n, "BLOCK_K": width, "NORM": norm is not None, "num_warps": 4}
+        _gemv[(triton.cdiv(n, block_n),)](x, weight, x if norm is None else norm, added, out, eps, n, **options)
         return out
-    block_m, block_n, block_k, stages, warps = _tile(m, n, k)
-    block_n //= 2 if gated else 1
-    _matmul[(triton.cdiv(m, block_m), triton.cdiv(n, block_n))](
-        *tensors,
-        eps,
-        m,
-        n,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        STAGES=stages,
-        LINES=triton.next_power_of_2(k // 64),
-        num_warps=warps,
-        **options,
-    )
+    assert norm is None
+    block_m, block_n, block_k, stages, warps = _tile(m, n, k, gated)
+    options |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": warps}
+    grid = (triton.cdiv(m, block_m), triton.cdiv(n, block_n))
+    _matmul[grid](x, weight, added, out, m, n, k, LINES=triton.next_power_of_2(k // 64), **options)
     return out
 
 
-def _unfused(
-    x: Tensor, weight: Tensor, norm: Tensor | None, eps: float, gated: bool, residual: Tensor | None, pdl: bool
-) -> Tensor:
-    """The same, one kernel after the other."""
-    if norm is not None:
-        x = rms_norm(x, norm, eps, None, pdl)
-    if residual is not None:
-        return torch.addmm(residual, x, weight.t())
-    out = F.linear(x, weight)
-    return silu_mul(out, pdl) if gated else out
-
-
-def _tile(m: int, n: int, k: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns, depth, stages and warps, as measured best on an H200."""
-    block_k = 128 if k % 128 == 0 else 64
+def _tile(m: int, n: int, k: int, gated: bool) -> tuple[int, int, int, int, int]:
+    """Rows, columns, depth, stages and warps that were measured best on an H200."""
+    depth = next(size for size in (512, 256, 128, 64) if k % size == 0)
     if m <= 16:
-        return 16, 32, block_k, 4, 4
-    if m <= 64:
-        return 64, 32 if n <= 4096 else 64, block_k, 3, 4
-    return 64, 32 if n <= 1024 else 128, 64, 4, 4
+        return (16, 8, depth, 3, 2) if gated else (16, 16, depth, 4, 2)
+    depth = min(depth, 256)
+    if m <= 32:
+        return (32, 8, depth, 4, 2) if gated else (32, 32, depth, 4, 4) if n >= 4096 else (32, 16, depth, 4, 2)
+    if gated:
+        return 64, 32, min(depth, 128), 4, 4
+    return (64, 32, depth, 3, 4) if n >= 4096 else (64, 16, depth, 4, 4)

@@ -26,8 +26,8 @@ def _rms_norm(
     inside = at < SIZE
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     spot = tl.program_id(0).to(tl.int64) * SIZE + at
     x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -43,8 +43,8 @@ def _rms_norm(
 def _silu_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """gate_up [T, 2 SIZE] -> out [T, SIZE]."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -88,9 +88,15 @@ def _rope_store(
         weight_k = tl.load(k_norm_ptr + dim, mask=dim < D, other=0.0).to(tl.float32)
         mate_weight_q = tl.load(q_norm_ptr + mate, mask=dim < D, other=0.0).to(tl.float32)
         mate_weight_k = tl.load(k_norm_ptr + mate, mask=dim < D, other=0.0).to(tl.float32)
+    # Positions and slots belong to the step and were written at least two kernels ago: they need no wait.
+    slot = tl.load(slots_ptr + token)
+    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY + dim % half
+    cos = tl.load(angle_ptr, mask=dim < ROTARY, other=1.0)
+    sin = tl.load(angle_ptr + half, mask=dim < ROTARY, other=0.0)
+    sin = tl.where(dim < half, -sin, sin)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     line_ptr = qkv_ptr + token * (Q_HEADS + 2 * KV_HEADS) * D + head[:, None] * D
     x = tl.load(line_ptr + dim[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(line_ptr + mate[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -99,15 +105,10 @@ def _rope_store(
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * scale * tl.where(is_q[:, None], weight_q[None, :], weight_k[None, :])
         other = other * scale * tl.where(is_q[:, None], mate_weight_q[None, :], mate_weight_k[None, :])
-    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY + dim % half
-    cos = tl.load(angle_ptr, mask=dim < ROTARY, other=1.0)
-    sin = tl.load(angle_ptr + half, mask=dim < ROTARY, other=0.0)
-    sin = tl.where(dim < half, -sin, sin)
     turned = x * cos[None, :] + other * sin[None, :]
     dtype = q_ptr.dtype.element_ty
     q_spot = token * Q_HEADS * D + head[:, None] * D + dim[None, :]
     tl.store(q_ptr + q_spot, turned.to(dtype), mask=inside & is_q[:, None])
-    slot = tl.load(slots_ptr + token)
     kept = inside & (slot >= 0)
     spot = slot * KV_HEADS * D + dim[None, :]
     k_head = (head - Q_HEADS)[:, None]

@@ -33,8 +33,15 @@ def _log_exponential(seed, position, token):
     h = h ^ (h >> 16)
     # A few units below 1, where log would be infinite; small values, which win, keep their relative precision.
     v = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064e-10, 0.99999994)
-    exponential = tl.where(v < 0.01, v * (1.0 + v * (0.5 + v * 0.33333334)), -tl.log(1.0 - v))
-    return tl.log(exponential)
+    exponential = tl.where(v < 0.01, v * (1.0 + v * (0.5 + v * 0.33333334)), -_fast_log(1.0 - v))
+    return _fast_log(exponential)
+
+
+@triton.jit
+def _fast_log(x):
+    """Natural logarithm by the hardware's base-2 one, absolute error 2e-7: a fifth of the exact one's time."""
+    log2 = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return log2 * 0.6931471805599453
 
 
 @triton.jit
@@ -45,15 +52,14 @@ def _best_of_block(
     positions_ptr,  # int32 [rows]
     best_ptr,  # fp32 [rows, blocks] out
     best_id_ptr,  # int32 [rows, blocks] out
-    bad_ptr,  # int32 [rows, blocks] out
     vocab,
     logits_stride,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(1)
     block = tl.program_id(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -61,23 +67,22 @@ def _best_of_block(
     temperature = tl.load(temperatures_ptr + row)
     score = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + token, mask=inside, other=float("-inf"))
     score = score.to(tl.float32)
-    bad = (score != score) | (score == float("inf"))
-    score = tl.where(bad, float("-inf"), score)
+    # A NaN becomes +inf, which no sound logit is, and so reaches the end.
+    score = tl.where(score < float("inf"), score, float("inf"))
     if temperature > 0:
         noise = _log_exponential(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), token)
         score = score / temperature - noise
-    best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    best = tl.max(score, 0)
     spot = row * tl.num_programs(0) + block
     tl.store(best_ptr + spot, best)
-    tl.store(best_id_ptr + spot, block * BLOCK + index)
-    tl.store(bad_ptr + spot, tl.max(bad.to(tl.int32), 0))
+    # Of equal scores the lowest id.
+    tl.store(best_id_ptr + spot, tl.min(tl.where(score == best, token, vocab - 1), 0))
 
 
 @triton.jit
 def _best_of_row(
     best_ptr,
     best_id_ptr,
-    bad_ptr,
     tokens_ptr,  # int32 [rows] out
     failed_ptr,  # bool [rows] out
     vocab,
@@ -86,19 +91,17 @@ def _best_of_row(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     at = tl.arange(0, BLOCKS)
     inside = at < blocks
     best = tl.load(best_ptr + row * blocks + at, mask=inside, other=float("-inf"))
     ids = tl.load(best_id_ptr + row * blocks + at, mask=inside, other=vocab - 1)
-    bad = tl.load(bad_ptr + row * blocks + at, mask=inside, other=0)
     top = tl.max(best, 0)
-    # Of equal scores the lowest id, as argmax of the whole row would give.
     token = tl.min(tl.where(best == top, ids, vocab - 1), 0)
     tl.store(tokens_ptr + row, token)
-    tl.store(failed_ptr + row, (tl.max(bad, 0) > 0) | (top == float("-inf")))
+    tl.store(failed_ptr + row, (top == float("inf")) | (top == float("-inf")))
 
 
 def sample(
@@ -111,7 +114,7 @@ def sample(
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
-    best_id, bad = (torch.empty(rows, blocks, dtype=torch.int32, device=logits.device) for _ in range(2))
+    best_id = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     failed = torch.empty(rows, dtype=torch.bool, device=logits.device)
     _best_of_block[(blocks, rows)](
@@ -121,7 +124,6 @@ def sample(
         positions,
         best,
         best_id,
-        bad,
         vocab,
         logits.stride(0),
         BLOCK=BLOCK,
@@ -132,7 +134,6 @@ def sample(
     _best_of_row[(rows,)](
         best,
         best_id,
-        bad,
         tokens,
         failed,
         vocab,
