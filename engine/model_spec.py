@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import GGUFFile, read_gguf
 from radixserve.engine.model_files import ModelFiles, read_json
@@ -201,7 +202,10 @@ def load_spec(files: ModelFiles) -> ModelSpec:
 
 
 def load_sampling_defaults(files: ModelFiles) -> SamplingDefaults:
-    """What ``generation_config.json`` recommends; nothing without one (GGUF files have none)."""
+    """What ``generation_config.json`` recommends; nothing without one (GGUF files have none). For the default model,
+    which comes without it, the values of its model card: at temperature 1 so small a model rambles."""
+    if files.name == DEFAULT_MODEL and files.gguf:
+        return SamplingDefaults(temperature=0.2, top_p=0.9)
     if not files.generation_config:
         return SamplingDefaults()
     return SamplingDefaults.from_generation_config(read_json(files.generation_config))

@@ -17,7 +17,7 @@ class RestartPolicy:
     """How often, and how soon, a child that died is started again."""
 
     max_restarts: int = 5
-    window_s: float = 60.0
+    window_s: float = 600.0  # longer than a large model loads, or a loop that dies while loading goes on for ever
     first_pause_s: float = 0.2
     max_pause_s: float = 5.0
 

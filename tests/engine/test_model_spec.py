@@ -5,6 +5,7 @@ import gguf
 import numpy as np
 import pytest
 
+from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.model_files import ModelFiles, resolve_model
@@ -171,3 +172,8 @@ def test_a_sampling_default_that_is_no_number_is_named():
 def test_a_config_that_is_not_an_object_is_a_model_error(tmp_path):
     with pytest.raises(ModelError, match="not a JSON object"):
         load_spec(write(tmp_path, [1], {}))
+
+
+def test_default_model_is_sampled_as_its_card_recommends():
+    defaults = load_sampling_defaults(resolve_model(DEFAULT_MODEL))
+    assert defaults == SamplingDefaults(temperature=0.2, top_p=0.9)
