@@ -1,0 +1,123 @@
+"""Logits equal transformers' for every kind of step: whole and chunked prefill, decodes, and mixtures."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.engine.errors import ModelError
+from radixserve.engine.layers.context import ForwardContext
+from radixserve.engine.model_files import resolve_model
+from radixserve.engine.model_spec import load_spec
+from radixserve.engine.models.registry import create_model
+from radixserve.engine.weights import load_weights, safetensors_tensors
+from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.torch_attention import TorchAttention
+from radixserve.kernels.torch_ops import TorchOps
+from radixserve.tests.engine import tiny_models
+
+CPU = torch.device("cpu")
+MAX_LEN = 256
+Piece = tuple[int, list[int], int]  # row, token ids, start
+
+
+class Paged:
+    """A model with its own small paged cache; pages are dealt out in no order."""
+
+    def __init__(self, folder: Path, page_size: int = 4):
+        files = resolve_model(str(folder))
+        spec = load_spec(files)
+        self.model = create_model(spec, torch.float32, CPU, MAX_LEN)
+        load_weights(self.model, safetensors_tensors(files.weights), lambda detail, share: None)
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, torch.float32)
+        self.attention = TorchAttention(shape, CPU)
+        self.page_size = page_size
+        rows, cols = 4, MAX_LEN // page_size
+        self.table = np.random.default_rng(0).permutation(rows * cols).reshape(rows, cols).astype(np.int32)
+        size = (spec.num_layers, rows * cols, page_size, spec.num_kv_heads, spec.head_dim)
+        # What was never written must never be read.
+        self.k, self.v = (torch.full(size, torch.nan).unbind(0) for _ in range(2))
+
+    @torch.inference_mode()
+    def logits(self, decodes: list[Piece], chunks: list[Piece]) -> list[Tensor]:
+        """One step; the logits of every token of each piece."""
+        pieces = decodes + chunks
+        rows = np.array([row for row, _, _ in pieces], np.int32)
+        lens = np.array([len(ids) for _, ids, _ in pieces], np.int32)
+        kv_lens = np.array([start + len(ids) for _, ids, start in pieces], np.int32)
+        starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+        positions = np.concatenate([np.arange(start, start + len(ids)) for _, ids, start in pieces]).astype(np.int32)
+        pages = self.table[np.repeat(rows, lens), positions // self.page_size].astype(np.int64)
+        slots = torch.from_numpy(pages * self.page_size + positions % self.page_size)
+        tensors = [torch.from_numpy(array) for array in (rows, kv_lens, starts, self.table)]
+        layout = BatchLayout(len(decodes), self.page_size, *tensors, rows, kv_lens, starts, self.table)
+        self.attention.plan(layout)
+        context = ForwardContext(TorchOps(), self.attention, torch.from_numpy(positions), slots, self.k, self.v)
+        hidden = self.model(torch.tensor([i for _, ids, _ in pieces for i in ids]), context)
+        return list(self.model.logits(hidden, TorchOps()).split(lens.tolist()))
+
+
+def check(ours: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", tiny_models.VARIANTS)
+def test_logits_of_every_kind_of_step(variant: str, tmp_path: Path) -> None:
+    oracle = tiny_models.make(variant)
+    model = Paged(tiny_models.save(oracle, tmp_path))
+    long, short, other = (tiny_models.random_ids(n, seed=n) for n in (150, 9, 70))
+    expected = {row: tiny_models.logits(oracle, ids) for row, ids in enumerate((long, short, other))}
+
+    check(model.logits([], [(1, short[:7], 0)])[0], expected[1][:7])
+    first, second = model.logits([], [(0, long[:80], 0), (2, other[:33], 0)])
+    check(first, expected[0][:80])
+    check(second, expected[2][:33])
+    decoded, continued = model.logits([(1, short[7:8], 7)], [(0, long[80:148], 80)])
+    check(decoded, expected[1][7:8])
+    check(continued, expected[0][80:148])
+    pieces = model.logits([(0, long[148:149], 148), (1, short[8:9], 8)], [(2, other[33:34], 33)])
+    for logits, (row, at) in zip(pieces, [(0, 148), (1, 8), (2, 33)], strict=True):
+        check(logits, expected[row][at : at + 1])
+    check(model.logits([], [(2, other[34:], 34)])[0], expected[2][34:])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_size_does_not_change_a_bit(page_size: int, tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.make("llama"), tmp_path)
+    ids = tiny_models.random_ids(70, seed=1)
+    results = []
+    for size in (4, page_size):
+        model = Paged(folder, size)
+        model.logits([], [(0, ids[:40], 0), (1, ids[:65], 0)])
+        results.append(model.logits([(0, ids[40:41], 40), (1, ids[65:66], 65)], [(2, ids, 0)]))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_attention_of_a_decode_does_not_depend_on_its_batch() -> None:
+    shape = AttentionShape(6, 2, 16, 8, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(64, 8, 2, 16, generator=generator) for _ in range(2))
+    q = torch.randn(4, 6, 16, generator=generator)
+    table = np.random.default_rng(1).permutation(64).reshape(4, 16).astype(np.int32)
+
+    def attend(rows: list[int], lens: list[int]) -> Tensor:
+        arrays = [np.array(rows, np.int32), np.array(lens, np.int32), np.arange(len(rows) + 1, dtype=np.int32), table]
+        attention = TorchAttention(shape, CPU)
+        attention.plan(BatchLayout(len(rows), 8, *(torch.from_numpy(array) for array in arrays), *arrays))
+        return attention.run(q[rows], k, v)
+
+    lens = [5, 100, 128, 97]
+    together = attend([0, 1, 2, 3], lens)
+    for row in range(4):
+        assert torch.equal(attend([row], lens[row : row + 1])[0], together[row])
+
+
+def test_architecture_without_code_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    spec = load_spec(resolve_model(str(tiny_models.save(tiny_models.make("llama"), tmp_path))))
+    with pytest.raises(ModelError, match="mamba is not supported; supported: llama, qwen3"):
+        create_model(replace(spec, architecture="mamba"), torch.float32, CPU, 16)

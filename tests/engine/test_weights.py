@@ -1,0 +1,242 @@
+"""Weights find their place, and files that do not fit the model are refused with names."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from radixserve.engine.errors import ModelError
+from radixserve.engine.gguf_reader import read_gguf
+from radixserve.engine.gguf_weights import gguf_tensors
+from radixserve.engine.model_files import resolve_model
+from radixserve.engine.model_spec import ModelSpec, load_spec
+from radixserve.engine.models.registry import create_model
+from radixserve.engine.weights import fill_random, load_weights, safetensors_tensors, weight_places
+from radixserve.tests.engine import tiny_models
+
+CPU = torch.device("cpu")
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# Largest error, as a share of the largest value of a block, that a round trip may have.
+TOLERANCE = {Kind.F32: 0.0, Kind.F16: 1e-3, Kind.BF16: 1e-2, Kind.Q8_0: 1e-2}
+QUANTIZABLE = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+
+
+def ignore(detail: str, share: float) -> None:
+    pass
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    files = resolve_model(str(folder))
+    model = create_model(load_spec(files), dtype, CPU, 16)
+    load_weights(model, safetensors_tensors(files.weights), ignore)
+    return weight_places(model)
+
+
+def change_weights(folder: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("variant", tiny_models.VARIANTS)
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+def test_every_safetensors_weight_is_in_its_place(variant: str, shard_size: str, tmp_path: Path) -> None:
+    oracle = tiny_models.make(variant)
+    tiny_models.save(oracle, tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (shard_size == "40KB")
+    loaded = load(tmp_path)
+    for name, weight in oracle.state_dict().items():
+        if name in loaded or not oracle.config.tie_word_embeddings:
+            assert torch.equal(loaded.pop(name), weight), name
+    assert not loaded
+
+
+def test_weights_are_converted_to_the_type_of_the_model(tmp_path: Path) -> None:
+    oracle = tiny_models.make("llama")
+    places = load(tiny_models.save(oracle, tmp_path), torch.bfloat16)
+    expected = oracle.state_dict()["model.norm.weight"].bfloat16()
+    assert torch.equal(places["model.norm.weight"], expected)
+
+
+def test_missing_unexpected_and_misshaped_weights_are_listed(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.make("llama"), tmp_path)
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.mystery"] = torch.zeros(1)
+        tensors["model.norm.weight"] = torch.zeros(3)
+
+    change_weights(tmp_path, damage)
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert "1 tensors missing (model.layers.1.mlp.up_proj.weight)" in message
+    assert "1 tensors unexpected (model.layers.0.mystery)" in message
+    assert "model.norm.weight is [3], not [64]" in message
+
+
+def test_head_of_a_tied_model_may_be_stored_as_well(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.make("llama-tied"), tmp_path)
+    change_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(tiny_models.VOCAB, 64)}))
+    assert "lm_head.weight" not in load(tmp_path)
+
+
+def test_unreadable_safetensors_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\x08\0\0\0\0\0\0\0{}garbage")
+    with pytest.raises(ModelError, match="model.safetensors"):
+        list(safetensors_tensors([path]))
+
+
+def test_random_weights_are_small_and_repeatable(tmp_path: Path) -> None:
+    spec = load_spec(resolve_model(str(tiny_models.save(tiny_models.make("llama"), tmp_path))))
+    one, same, other = (create_model(spec, torch.float32, CPU, 16) for _ in range(3))
+    for model, seed in ((one, 1), (same, 1), (other, 2)):
+        fill_random(model, seed)
+    weight = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(weight_places(one)[weight], weight_places(same)[weight])
+    assert not torch.equal(weight_places(one)[weight], weight_places(other)[weight])
+    assert 0.015 < float(weight_places(one)[weight].std()) < 0.025
+    assert torch.equal(weight_places(one)["model.norm.weight"], torch.ones(64))
+
+
+def test_progress_rises_to_one(tmp_path: Path) -> None:
+    files = resolve_model(str(tiny_models.save(tiny_models.make("llama"), tmp_path)))
+    shares: list[float] = []
+    model = create_model(load_spec(files), torch.float32, CPU, 16)
+    load_weights(model, safetensors_tensors(files.weights), lambda detail, share: shares.append(share))
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0) and len(shares) > 10
+
+
+# ---- GGUF ----
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        index, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{index}.{GGUF_NAMES[part]}.{kind}"
+    return f"{GGUF_NAMES[stem]}.{kind}"
+
+
+def pair_order(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """As llama.cpp's converter stores q and k of Llama models."""
+    return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(oracle: Any, path: Path, kind: Kind) -> None:
+    config = oracle.config
+    architecture = config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name, weight in oracle.state_dict().items():
+        values = weight.numpy()
+        if architecture == "llama" and "q_proj" in name:
+            values = pair_order(values, config.num_attention_heads)
+        if architecture == "llama" and "k_proj" in name:
+            values = pair_order(values, config.num_key_value_heads)
+        used = kind if values.ndim == 2 else Kind.F32
+        writer.add_tensor(gguf_name(name), gguf.quantize(values, used), raw_dtype=used)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def load_gguf(path: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
+    file = read_gguf(path)
+    spec = ModelSpec.from_gguf(file)
+    model = create_model(spec, torch.float32, CPU, 16)
+    load_weights(model, gguf_tensors(file, spec), ignore)
+    return spec, weight_places(model)
+
+
+@pytest.mark.parametrize("kind", QUANTIZABLE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("variant", ["llama-bias", "qwen3"])
+def test_gguf_weights_come_back_in_their_own_order(variant: str, kind: Kind, tmp_path: Path) -> None:
+    oracle = tiny_models.make(variant)
+    write_gguf(oracle, tmp_path / "m.gguf", kind)
+    _, places = load_gguf(tmp_path / "m.gguf")
+    expected = oracle.state_dict()
+    assert places.keys() == expected.keys()
+    for name, weight in places.items():
+        largest = float(expected[name].abs().max())
+        tolerance = TOLERANCE.get(kind, 0.15) if weight.dim() == 2 else 0.0
+        torch.testing.assert_close(weight, expected[name], atol=largest * tolerance, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_gguf_k_quants_are_read(kind: Kind, tmp_path: Path) -> None:
+    """The gguf package cannot make these: random blocks must load as it dequantizes them."""
+    oracle = tiny_models.make("qwen3", hidden_size=256, intermediate_size=256)
+    write_gguf(oracle, tmp_path / "f32.gguf", Kind.F32)
+    block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+    raw = np.random.default_rng(0).integers(0, 60, (256, block_bytes), np.uint8)
+    replace_tensor(tmp_path / "f32.gguf", tmp_path / "m.gguf", "blk.1.ffn_up.weight", raw, kind)
+    _, places = load_gguf(tmp_path / "m.gguf")
+    expected = torch.from_numpy(gguf.dequantize(raw, kind))
+    assert expected.abs().sum() > 0
+    assert torch.equal(places["model.layers.1.mlp.up_proj.weight"], expected)
+
+
+def replace_tensor(source: Path, target: Path, name: str, raw: np.ndarray, kind: Kind) -> None:
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        replaced = tensor.name == name
+        writer.add_tensor(tensor.name, raw if replaced else tensor.data, raw_dtype=kind if replaced else Kind.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_quantization_without_a_reader_is_named(tmp_path: Path) -> None:
+    oracle = tiny_models.make("qwen3", hidden_size=256, intermediate_size=256)
+    write_gguf(oracle, tmp_path / "f32.gguf", Kind.F32)
+    raw = np.zeros((256, gguf.GGML_QUANT_SIZES[Kind.TQ1_0][1]), np.uint8)
+    replace_tensor(tmp_path / "f32.gguf", tmp_path / "m.gguf", "blk.1.ffn_up.weight", raw, Kind.TQ1_0)
+    with pytest.raises(ModelError, match=r"blk.1.ffn_up.weight is TQ1_0, which is not supported \(F32"):
+        load_gguf(tmp_path / "m.gguf")
+
+
+def test_gguf_missing_tensor_is_listed_by_its_checkpoint_name(tmp_path: Path) -> None:
+    oracle = tiny_models.make("llama")
+    del oracle.model.layers[2].mlp.up_proj
+    write_gguf(oracle, tmp_path / "m.gguf", Kind.F32)
+    with pytest.raises(ModelError, match="missing .model.layers.2.mlp.up_proj.weight"):
+        load_gguf(tmp_path / "m.gguf")
