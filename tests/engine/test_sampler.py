@@ -1,0 +1,255 @@
+"""What each sampling rule does to the choice of the next token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, uniform
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.step import RowSetup
+
+CPU = torch.device("cpu")
+VOCAB = 12
+EOS = 3
+
+
+class Rows:
+    """A sampler with one row for each request."""
+
+    def __init__(
+        self,
+        *requests: SamplingParams,
+        seeds: list[int] | None = None,
+        known: tuple[int, ...] = (1, 2),
+        vocab: int = VOCAB,
+    ):
+        self.sampler = Sampler(64, vocab, CPU)
+        ids = np.array(known, np.int32)
+        self.sampler.set_rows(
+            [
+                RowSetup(row, sampling, seeds[row] if seeds else row, ids, len(ids), (EOS,))
+                for row, sampling in enumerate(requests)
+            ]
+        )
+
+    def sample(self, logits: Tensor, rows: list[int] | None = None, num_known: int = 2) -> Sampled:
+        rows_host = np.array(range(len(logits)) if rows is None else rows, np.int32)
+        lens = np.full(len(rows_host), num_known, np.int32)
+        batch = SampleBatch(torch.from_numpy(rows_host), torch.from_numpy(lens), rows_host, lens)
+        return self.sampler.sample(logits, batch)
+
+    def tokens(self, logits: Tensor, **options: Any) -> list[int]:
+        return self.sample(logits, **options).token_ids.tolist()
+
+
+def some_logits(rows: int = 1, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def frequencies(sampling: SamplingParams, logits: Tensor, draws: int = 4000) -> Tensor:
+    """Share of each token over many positions of one request, logits [vocab]."""
+    rows = Rows(sampling, vocab=len(logits))
+    row = np.zeros(draws, np.int32)
+    lens = np.arange(2, draws + 2, dtype=np.int32)
+    batch = SampleBatch(torch.from_numpy(row), torch.from_numpy(lens), row, lens)
+    tokens = rows.sampler.sample(logits.expand(draws, -1), batch).token_ids
+    return torch.bincount(tokens, minlength=len(logits)) / draws
+
+
+def sampled(**rules: Any) -> SamplingParams:
+    return SamplingParams(**rules)
+
+
+# ---- the choice ----
+
+
+def test_greedy_takes_the_largest_logit() -> None:
+    logits = some_logits(3)
+    assert Rows(*[sampled(temperature=0)] * 3).tokens(logits) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "rules", [{"top_k": 1}, {"top_p": 1e-9}, {"top_p": 0.0}, {"temperature": 1e-6}, {"min_p": 1.0}]
+)
+def test_rules_that_leave_one_token_are_greedy(rules: dict[str, float]) -> None:
+    logits = some_logits(8)
+    assert Rows(*[sampled(**rules)] * 8).tokens(logits) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax_of_the_scaled_logits(temperature: float) -> None:
+    logits = some_logits()[0]
+    expected = (logits / temperature).softmax(-1)
+    torch.testing.assert_close(frequencies(sampled(temperature=temperature), logits), expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("vocab", [12, 3000])
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [({"top_k": 2}, [0, 1]), ({"top_p": 0.69}, [0, 1]), ({"top_p": 0.71}, [0, 1, 2]), ({"min_p": 0.3}, [0, 1, 2]),
+     ({"top_k": 3, "top_p": 0.5}, [0, 1]), ({"top_k": 10_000}, [0, 1, 2, 3])],
+)  # fmt: skip
+def test_filters_keep_the_right_tokens_in_proportion(rules: dict[str, Any], kept: list[int], vocab: int) -> None:
+    probs = torch.full((vocab,), 1e-12)
+    probs[:4] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros(vocab)
+    expected[kept] = probs[kept] / probs[kept].sum()
+    found = frequencies(sampled(**rules), probs[order].log())
+    torch.testing.assert_close(found, expected[order], atol=0.03, rtol=0)
+    assert (found[expected[order] == 0] == 0).all()
+
+
+def test_top_p_of_a_flat_distribution_needs_more_than_the_head() -> None:
+    """0.9 of 2000 equal tokens is 1800 of them; equal ones stay together."""
+    found = frequencies(sampled(top_p=0.9), torch.zeros(2000), draws=20_000)
+    assert (found > 0).sum() > 1900  # all 2000 but for chance
+
+
+def test_top_p_sets_of_a_smooth_distribution_match_a_sort() -> None:
+    logits = torch.linspace(0, 6, 3000)
+    probs = logits.softmax(-1).sort(descending=True).values
+    size = int((probs.cumsum(0) < 0.8).sum()) + 1
+    found = frequencies(sampled(top_p=0.8), logits, draws=4000)
+    assert found[: 3000 - size].sum() == 0
+    assert found[3000 - size :].sum() == pytest.approx(1.0)
+
+
+def test_requests_of_a_batch_do_not_disturb_each_other() -> None:
+    requests = [
+        sampled(temperature=0), sampled(temperature=0.7), sampled(top_k=3), sampled(top_p=0.6), sampled(min_p=0.2),
+        sampled(top_k=4, top_p=0.9), sampled(logit_bias={5: 3.0}), sampled(frequency_penalty=1.5),
+        sampled(temperature=0, repetition_penalty=1.7), sampled(temperature=1.3, logprobs=2),
+    ]  # fmt: skip
+    logits = some_logits(len(requests))
+    together = Rows(*requests).tokens(logits)
+    for row in range(len(requests)):
+        assert Rows(*requests).tokens(logits[row : row + 1], rows=[row]) == together[row : row + 1]
+    backwards = list(range(len(requests)))[::-1]
+    assert Rows(*requests).tokens(logits[backwards], rows=backwards) == together[::-1]
+
+
+def test_sampling_leaves_the_logits_alone() -> None:
+    logits = some_logits(2)
+    before = logits.clone()
+    Rows(sampled(logit_bias={1: 5.0}, frequency_penalty=1.0), sampled(top_p=0.5)).sample(logits)
+    assert torch.equal(logits, before)
+
+
+# ---- seeds ----
+
+
+def test_a_seed_gives_the_same_draws_and_another_seed_others() -> None:
+    logits = torch.zeros(40, VOCAB)
+    requests = [sampled()] * 40
+    one, same, other = (Rows(*requests, seeds=[s] * 40) for s in (7, 7, 8))
+    assert one.tokens(logits) == same.tokens(logits)
+    assert one.tokens(logits, num_known=2) != one.tokens(logits, num_known=3)
+    draws = [[rows.tokens(logits[:1], num_known=n)[0] for n in range(2, 60)] for rows in (one, other)]
+    assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])
+def test_any_64_bit_seed_works(seed: int) -> None:
+    assert 0 <= Rows(sampled(), seeds=[seed]).tokens(some_logits())[0] < VOCAB
+
+
+def test_hashed_numbers_are_uniform_and_uncorrelated() -> None:
+    seeds, counters = torch.arange(200)[:, None], torch.arange(200)[None]
+    numbers = uniform(seeds, counters)
+    assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
+    counts = torch.histc(numbers, 20, 0, 1) / numbers.numel()
+    torch.testing.assert_close(counts, torch.full((20,), 0.05), atol=0.005, rtol=0)
+    for a, b in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1])):
+        assert abs(float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])) < 0.02
+
+
+# ---- changes of the logits ----
+
+
+def test_penalties_count_prompt_and_output_as_documented() -> None:
+    logits = torch.tensor([[2.0, -1.0, 1.9, 0.0] + [-9.0] * 8])
+    rules = sampled(temperature=0, logprobs=0, repetition_penalty=2.0, frequency_penalty=0.0)
+    # token 0 and 1 are in the prompt: 2.0 -> 1.0, so token 2 wins, then 2 was produced: 1.9 -> 0.95
+    rows = Rows(rules, known=(0, 1))
+    assert [rows.tokens(logits)[0] for _ in range(3)] == [2, 0, 0]
+
+    rows = Rows(sampled(temperature=0, frequency_penalty=0.5), known=(0, 0, 0))
+    # the prompt does not count: 2.0, then 1.5 < 1.9, then 1.5 > 1.4, ...
+    assert [rows.tokens(logits)[0] for _ in range(4)] == [0, 2, 0, 2]
+
+    rows = Rows(sampled(temperature=0, presence_penalty=1.95), known=(5,))
+    assert [rows.tokens(logits)[0] for _ in range(4)] == [0, 2, 0, 0]
+
+
+def test_penalties_know_the_output_that_a_retracted_request_brings_back() -> None:
+    logits = torch.tensor([[2.0, 1.0] + [-9.0] * 10])
+    rows = Rows(vocab=VOCAB)
+    rows.sampler.set_rows(
+        [RowSetup(0, sampled(temperature=0, presence_penalty=1.5), 0, np.array([7, 8, 0], np.int32), 2, (EOS,))]
+    )
+    assert rows.tokens(logits) == [1]
+
+
+def test_logit_bias_moves_the_choice_and_minus_100_forbids_it() -> None:
+    logits = some_logits()
+    best = int(logits.argmax())
+    other = (best + 1) % VOCAB
+    assert Rows(sampled(temperature=0, logit_bias={other: 100.0})).tokens(logits) == [other]
+    assert frequencies(sampled(logit_bias={best: -100.0}), logits[0])[best] == 0
+
+
+def test_no_stop_before_min_tokens() -> None:
+    logits = some_logits()
+    logits[0, EOS], logits[0, 5] = 30.0, 20.0
+    rows = Rows(sampled(temperature=0, min_tokens=2, stop_token_ids=(5,)))
+    chosen = [rows.tokens(logits, num_known=2 + produced)[0] for produced in range(3)]
+    assert not {EOS, 5} & set(chosen[:2]) and chosen[2] == EOS
+    ignoring = Rows(sampled(temperature=0, min_tokens=2, ignore_eos=True))
+    assert ignoring.tokens(logits) == [EOS]
+
+
+def test_a_row_forgets_the_rules_of_its_last_request() -> None:
+    logits = some_logits()
+    rows = Rows(sampled(temperature=0, logit_bias={0: 100.0}, presence_penalty=2.0, min_tokens=9))
+    rows.tokens(logits)
+    rows.sampler.set_rows([RowSetup(0, sampled(temperature=0), 0, np.array([1], np.int32), 1, ())])
+    assert rows.tokens(logits) == logits.argmax(-1).tolist()
+
+
+# ---- failures and logprobs ----
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_the_row_with_bad_logits_fails(value: float, temperature: float) -> None:
+    logits = some_logits(3)
+    good = Rows(*[sampled(temperature=temperature)] * 3).tokens(logits)
+    logits[1, 4] = value
+    result = Rows(*[sampled(temperature=temperature)] * 3).sample(logits)
+    assert result.failed.tolist() == [False, True, False]
+    tokens = result.token_ids.tolist()
+    assert (tokens[0], tokens[2]) == (good[0], good[2]) and 0 <= tokens[1] < VOCAB
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = some_logits(3)
+    rules = sampled(temperature=0.3, top_k=2, logprobs=4, logit_bias={1: 20.0}, repetition_penalty=1.4)
+    result = Rows(rules, sampled(), sampled(temperature=0, logprobs=0)).sample(logits)
+    assert result.logprobs is not None and result.logprob_samples.tolist() == [0, 2]
+    first, last = result.logprobs.messages()
+    expected = logits.log_softmax(-1)
+    assert first.token_id == 1 and first.logprob == pytest.approx(float(expected[0, 1]), abs=1e-5)
+    best = expected[0].topk(4)
+    assert [token for token, _ in first.top] == best.indices.tolist()
+    assert [value for _, value in first.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert last.top == [] and last.logprob == pytest.approx(float(expected[2].max()), abs=1e-5)
+
+
+def test_nobody_gets_logprobs_who_did_not_ask() -> None:
+    assert Rows(sampled()).sample(some_logits()).logprobs is None
