@@ -18,33 +18,36 @@ class LogprobRows:
     num_top: list[int]
     token_ids: Tensor  # int64 [n]
     logprobs: Tensor  # fp32 [n]
+    ranks: Tensor  # int64 [n], from 1
     top_ids: Tensor  # int64 [n, K]
     top_logprobs: Tensor  # fp32 [n, K]
 
     def to_host(self) -> LogprobRows:
         """The same on the host, once the copies that this starts are done."""
-        tensors = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)
+        tensors = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return LogprobRows(self.num_top, *map(to_host, tensors))
 
     def messages(self) -> list[TokenLogprobs]:
         """One message for each position; call on the host's copy."""
-        tensors = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)
+        tensors = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         rows = zip(self.num_top, *(tensor.tolist() for tensor in tensors), strict=True)
         return [
-            TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
-            for count, token, logprob, ids, values in rows
+            TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)), rank)
+            for count, token, logprob, rank, ids, values in rows
         ]
 
 
 def logprob_rows(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> LogprobRows:
     """Log-softmax of logits [n, vocab] at ``token_ids`` int64 [n] and at the best tokens of each row."""
     norms = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, token_ids[:, None])
     top = logits.topk(min(max(num_top), logits.shape[-1]), dim=-1)
     return LogprobRows(
         num_top=num_top,
         token_ids=token_ids,
         # Rounding must not make a probability larger than one.
-        logprobs=(logits.gather(1, token_ids[:, None]) - norms)[:, 0].clamp(max=0.0),
+        logprobs=(chosen - norms)[:, 0].clamp(max=0.0),
+        ranks=(logits > chosen).sum(dim=-1) + 1,
         top_ids=top.indices,
         top_logprobs=(top.values - norms).clamp(max=0.0),
     )
@@ -56,6 +59,7 @@ def join_rows(parts: list[LogprobRows]) -> LogprobRows:
         num_top=[count for part in parts for count in part.num_top],
         token_ids=torch.cat([part.token_ids for part in parts]),
         logprobs=torch.cat([part.logprobs for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
         top_ids=torch.cat([part.top_ids for part in parts]),
         top_logprobs=torch.cat([part.top_logprobs for part in parts]),
     )

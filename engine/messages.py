@@ -73,11 +73,13 @@ ToEngine = Hello | Submit | Abort | AbortRequest | FlushCache | Ping
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: of ``token_id``, and of the ``top`` alternatives, best first."""
+    """Log-probabilities at one position: of ``token_id``, and of the ``top`` alternatives, best first. ``rank`` is the
+    token's place among all tokens of the vocabulary, 1 for the likeliest."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 1
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

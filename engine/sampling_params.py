@@ -9,6 +9,13 @@ import msgspec
 from radixserve.engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,12 +50,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _at_least("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not be larger than max_tokens", param="min_tokens")
-        _between("temperature", self.temperature, 0.0, 2.0)
-        _between("top_p", self.top_p, 0.0, 1.0)
+        for name, (low, high) in RANGES.items():
+            _between(name, getattr(self, name), low, high)
         _at_least("top_k", self.top_k, -1)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         if not 0.0 < self.repetition_penalty <= 10.0:
             raise InvalidRequest("repetition_penalty must be above 0 and at most 10", param="repetition_penalty")
         for token, bias in self.logit_bias.items():

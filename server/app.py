@@ -8,7 +8,6 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from radixserve.configs.schema import ServeConfig
@@ -19,6 +18,7 @@ from radixserve.server.engine_client import EngineClient
 from radixserve.server.errors import HANDLERS
 from radixserve.server.frontend import Frontend
 from radixserve.server.middleware import Gate, RequestIds
+from radixserve.server.openapi import describe
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.routes import generate, models, operation, text
@@ -74,13 +74,6 @@ def build_app(
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, with the schemas of the bodies that routes parse themselves."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for body in _BODIES:
-            schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas.update(schema.pop("$defs", {}))
-            schemas[body.__name__] = schema
-        app.openapi_schema = document
+        app.openapi_schema = describe(app, _BODIES, generate.STREAMING_PATHS)
     return app.openapi_schema

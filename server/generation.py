@@ -17,11 +17,13 @@ from radixserve.server.errors import RequestFailed
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids as the engine takes them (int32, little-endian), their number, and the text if it is known."""
+    """Token ids as the engine takes them (int32, little-endian), their number, and the text if it is known. ``field``
+    is where the request has it: what the engine says against a prompt, the client reads about that field."""
 
     ids: bytes
     num_tokens: int
     text: str | None = None
+    field: str = "prompt"
 
 
 def _ignore(_: object) -> None:
@@ -92,6 +94,8 @@ class Choice:
         self.on_change(self)
 
     def on_failed(self, error: RequestFailed) -> None:
+        if error.param == "prompt":
+            error.param = self.prompt.field
         self.error = error
         self.on_change(self)
 

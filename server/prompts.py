@@ -73,7 +73,7 @@ def checked_prompt(ids: list[int], max_model_len: int, param: str, text: str | N
         packed = np.asarray(ids, np.dtype("<i4")).tobytes()
     except OverflowError:
         raise InvalidRequest(f"{param}: a token id is out of range", param=param) from None
-    return Prompt(packed, len(ids), text)
+    return Prompt(packed, len(ids), text, param)
 
 
 def _refuse_hopeless(text: TextModel, prompt: str, max_model_len: int, param: str) -> None:

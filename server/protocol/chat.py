@@ -17,18 +17,45 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-_MESSAGE = {
+_CONTENT = [{"type": "string"}, {"type": "array", "items": {"anyOf": [_TEXT_PART, {"type": "string"}]}}]
+_TOOL_CALL = {
+    "type": "object",
+    "properties": {
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {
+                    "anyOf": [{"type": "string", "contentMediaType": "application/json"}, {"type": ["object", "null"]}]
+                },
+            },
+            "required": ["name"],
+        }
+    },
+    "required": ["function"],
+}
+_SAID = {
     "type": "object",
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
+        "content": {"anyOf": _CONTENT},
+        "tool_calls": {"type": ["array", "null"], "items": _TOOL_CALL},
     },
-    "required": ["role"],
+    "required": ["role", "content"],
+}
+_CALLED = {
+    "type": "object",
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": {"anyOf": [*_CONTENT, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": _TOOL_CALL},
+    },
+    "required": ["role", "tool_calls"],
 }
 Messages = Annotated[
     list[dict[str, Any]],
     BeforeValidator(normalize_messages),
-    WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1}),
+    WithJsonSchema({"type": "array", "items": {"anyOf": [_SAID, _CALLED]}, "minItems": 1}),
 ]
 
 

@@ -7,13 +7,14 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.sampling_params import MAX_LOGPROBS
 from radixserve.server.protocol.fields import only
 from radixserve.server.protocol.generation import GenerationRequest
 
 MAX_PROMPTS = 1024
 
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string"}
+_TEXT = {"type": "string", "minLength": 1}
 
 
 def _as_list(value: object) -> object:
@@ -59,7 +60,7 @@ Prompts = Annotated[
 class CompletionRequest(GenerationRequest):
     prompt: Prompts
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
     suffix: Annotated[object, only("")] = None

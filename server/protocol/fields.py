@@ -10,12 +10,25 @@ import re
 from typing import Annotated, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.server.errors import invalid_body
 
-_INTEGER = re.compile(r"-?\d{1,18}")
+_INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 _HEADER_SAFE = re.compile(r"[\w.\-]{1,64}")
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _MAX_IGNORED_NAMES = 16
@@ -52,15 +65,23 @@ def parse_body(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
         raise invalid_body(error) from None
 
 
-def only(*harmless: object) -> AfterValidator:
+class only:  # noqa: N801 (reads as a word in an annotation)
     """For a known field that would change the answer and is not supported: just these values pass."""
 
-    def check(value: object) -> object:
-        if value not in harmless:
+    def __init__(self, *harmless: object):
+        self._harmless = harmless
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [*self._harmless, None], "description": "Other values are not supported"}
+
+    def _check(self, value: object) -> object:
+        # By type too: JSON's false is not the number 0.
+        if not any(type(value) is type(harmless) and value == harmless for harmless in self._harmless):
             raise ValueError("is not supported by this server")
         return value
-
-    return AfterValidator(check)
 
 
 def is_request_id(text: str) -> bool:
@@ -88,14 +109,23 @@ def _integer_keys(value: object) -> object:
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Harmless = Annotated[object, Field(description="Accepted; makes no difference")]
-RequestId = Annotated[str, AfterValidator(_request_id)]
+RequestId = Annotated[
+    str, AfterValidator(_request_id), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"})
+]
+_STOP = {"type": "string", "minLength": 1}
 Stop = Annotated[
     list[str],
     BeforeValidator(_list_of),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP}]}),
 ]
 LogitBias = Annotated[
     dict[int, float],
     BeforeValidator(_integer_keys),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
 ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
 from radixserve.server.protocol.fields import Harmless, Int64, LogitBias, RequestId, RequestModel, Stop, only
 
 MAX_CHOICES = 128
@@ -20,10 +20,19 @@ class StreamOptions(RequestModel):
     include_obfuscation: Harmless = None
 
 
+_TEXT_FORMAT = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
+
+
 def _only_text(value: object) -> object:
     if not isinstance(value, dict) or value.get("type") != "text":
         raise ValueError('only {"type": "text"} is supported by this server')
     return value
+
+
+def _ranged(name: str, default: float | None) -> Any:
+    """A field whose range ``SamplingParams`` checks; here it is only documented."""
+    low, high = RANGES[name]
+    return Field(default, json_schema_extra={"minimum": low, "maximum": high})
 
 
 class GenerationRequest(RequestModel):
@@ -34,14 +43,16 @@ class GenerationRequest(RequestModel):
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: Int64 | None = None
-    max_tokens: int | None = Field(None, description="Default: the room left in the context")
+    max_tokens: int | None = Field(
+        None, json_schema_extra={"minimum": 0}, description="At least 1. Default: the room left in the context"
+    )
     min_tokens: Int64 = 0
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = _ranged("temperature", None)
+    top_p: float | None = _ranged("top_p", None)
     top_k: Int64 | None = None
-    min_p: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    min_p: float | None = _ranged("min_p", None)
+    frequency_penalty: float = _ranged("frequency_penalty", 0.0)
+    presence_penalty: float = _ranged("presence_penalty", 0.0)
     repetition_penalty: float | None = None
     logit_bias: LogitBias = {}
     stop: Stop = []
@@ -49,7 +60,7 @@ class GenerationRequest(RequestModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool = False
     cache_salt: str = Field("", max_length=1024, description="Requests with different salts share no cached prefix")
     priority: Int64 = Field(0, description="Lower runs earlier (--schedule-policy priority)")
@@ -63,7 +74,7 @@ class GenerationRequest(RequestModel):
     prompt_cache_key: Harmless = None
     prompt_cache_retention: Harmless = None
 
-    response_format: Annotated[object, AfterValidator(_only_text)] = None
+    response_format: Annotated[object, AfterValidator(_only_text), WithJsonSchema(_TEXT_FORMAT)] = None
     structured_outputs: Annotated[object, only({})] = None
     guided_json: Annotated[object, only()] = None
     guided_regex: Annotated[object, only()] = None

@@ -85,13 +85,15 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None], vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
-    """vLLM's extension: for each prompt token a map from token ids, its own first, to their logprobs."""
+    """vLLM's extension: for each prompt token a map from token ids, its own first, to their logprobs and ranks."""
     return [None if entry is None else _by_id(entry, vocabulary) for entry in entries]
 
 
 def _by_id(entry: TokenLogprobs, vocabulary: Vocabulary) -> dict[str, Any]:
-    pairs = dict([(entry.token_id, entry.logprob), *entry.top])
-    return {
-        str(token_id): {"logprob": finite(logprob), "decoded_token": _text(vocabulary.token_bytes(token_id))}
-        for token_id, logprob in pairs.items()
-    }
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, start=1)]
+    found: dict[str, Any] = {}
+    for token_id, logprob, rank in ranked:
+        text = _text(vocabulary.token_bytes(token_id))
+        found.setdefault(str(token_id), {"logprob": finite(logprob), "rank": rank, "decoded_token": text})
+    return found

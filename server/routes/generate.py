@@ -25,6 +25,9 @@ from radixserve.server.sse import EventStream
 
 router = APIRouter(tags=["generation"])
 
+CHAT_PATH = "/v1/chat/completions"
+COMPLETION_PATH = "/v1/completions"
+STREAMING_PATHS = (CHAT_PATH, COMPLETION_PATH)
 CHAT_PREFIX = "chatcmpl-"
 COMPLETION_PREFIX = "cmpl-"
 # How long a stream's headers wait for the engine's first word: a refusal comes at once and is an HTTP status then, but
@@ -32,7 +35,7 @@ COMPLETION_PREFIX = "cmpl-"
 FIRST_WORD_S = 10.0
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
+@router.post(CHAT_PATH, openapi_extra=takes(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
     frontend = frontend_of(request)
     call = await parsed(request, ChatRequest)
@@ -46,7 +49,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await _respond(frontend, body, [prompt], sampling, answer, request_id, call.headers)
 
 
-@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+@router.post(COMPLETION_PATH, openapi_extra=takes(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     frontend = frontend_of(request)
     call = await parsed(request, CompletionRequest)

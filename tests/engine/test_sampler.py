@@ -244,6 +244,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert result.logprobs is not None and result.logprob_samples.tolist() == [0, 2]
     first, last = result.logprobs.messages()
     expected = logits.log_softmax(-1)
+    assert first.rank == 1 + int((expected[0] > expected[0, 1]).sum()) and last.rank == 1
     assert first.token_id == 1 and first.logprob == pytest.approx(float(expected[0, 1]), abs=1e-5)
     best = expected[0].topk(4)
     assert [token for token, _ in first.top] == best.indices.tolist()

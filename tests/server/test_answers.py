@@ -268,7 +268,7 @@ def test_prompt_logprobs_extension(http: httpx.Client) -> None:
     body = prompt("a", prompt_logprobs=1)
     entries = http.post(COMPLETIONS, json=body).json()["choices"][0]["prompt_logprobs"]
     assert entries[0] is None
-    assert entries[1]["60"] == {"logprob": -0.5, "decoded_token": "<"}
+    assert entries[1]["60"] == {"logprob": -0.5, "rank": 1, "decoded_token": "<"}
 
 
 def test_token_ids_extension(http: httpx.Client) -> None:

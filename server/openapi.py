@@ -1,0 +1,72 @@
+"""The OpenAPI document: FastAPI's, with the bodies that routes parse themselves and the one shape of all errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from radixserve.server.protocol.fields import RequestModel
+
+_NULL = {"type": "null"}
+_NULLABLE_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "minLength": 1},
+                "type": {"type": "string"},
+                "param": {**_NULLABLE_TEXT, "description": "The field at fault, as a path: messages[0].role"},
+                "code": {**_NULLABLE_TEXT, "description": "For programs: context_length_exceeded, queue_full, ..."},
+            },
+        }
+    },
+}
+_FAULT = {
+    "description": "The request was wrong or could not be served",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+_EVENT_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def describe(app: FastAPI, bodies: Iterable[type[RequestModel]], streaming_paths: Iterable[str]) -> dict[str, Any]:
+    """``streaming_paths``: routes whose answer may be an event stream."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    # FastAPI's own form of validation errors never leaves this server.
+    schemas = {"Error": _ERROR}
+    for body in bodies:
+        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {}) | {body.__name__: _with_nulls(schema)}
+    document["components"] = {"schemas": schemas}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            responses["default"] = _FAULT
+            if path in streaming_paths:
+                responses["200"]["content"] |= _EVENT_STREAM
+    return document
+
+
+def _with_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """A null in a body is the same as no field, so every optional field may be null."""
+    required = schema.get("required", [])
+    fields = {
+        name: field if name in required else _or_null(field) for name, field in schema.get("properties", {}).items()
+    }
+    return schema | {"properties": fields}
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: field[key] for key in ("description", "title", "default") if key in field}
+    kind = {key: value for key, value in field.items() if key not in kept}
+    choices = kind["anyOf"] if set(kind) == {"anyOf"} else [kind]
+    if not kind or _NULL in choices or None in kind.get("enum", ()):
+        return field
+    return {"anyOf": [*choices, _NULL], **kept}
