@@ -18,22 +18,18 @@ import torch.nn.functional as F
 from gpu_timing import capture, relative_error, replay_us
 from torch import Tensor
 
+from radixserve.kernels.cuda_ops import CudaOps
 from radixserve.kernels.triton_attention import TritonDecodeAttention
-from radixserve.kernels.triton_linear import fused_linear, is_fused
-from radixserve.kernels.triton_ops import rms_norm, rope_store, silu_mul
 from radixserve.kernels.triton_sampling import sample
+from radixserve.kernels.triton_step import decode_inputs
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 BYTES_PER_US = 4.29e6
 PAGE_SIZE = 16
-# fused, programmatic dependent launch, prefetch
-VARIANTS = {
-    "fused without PDL": (True, False, False),
-    "fused": (True, True, True),
-    "fused without prefetch": (True, True, False),
-    "plain": (False, True, True),
-}
+EPS = 1e-6
+# Fused linear layers, programmatic dependent launch.
+VARIANTS = {"fused": (True, True), "fused without PDL": (True, False), "plain": (False, True)}
 
 
 def randn(*shape: int) -> Tensor:
@@ -54,18 +50,17 @@ class Layer:
 class DecodeStep:
     """Weights, caches and static buffers; ``run`` is what a graph captures."""
 
-    def __init__(self, config: dict[str, Any], batch: int, context: int, fused: bool, pdl: bool, prefetch: bool):
-        self.config, self.fused, self.batch, self.pdl = config, fused, batch, pdl
-        num_parts = 1
+    def __init__(self, config: dict[str, Any], batch: int, context: int, fused: bool, pdl: bool):
         torch.manual_seed(0)
-        spread = torch.linspace(0.5, 1.5, batch) if batch > 1 else torch.ones(1)
-        lens = (spread[torch.randperm(batch)] * context).int()
+        self.config, self.fused, self.batch, self.pdl = config, fused, batch, pdl
+        self.ops = CudaOps(pdl)
+        spread = torch.linspace(0.5, 1.5, batch)[torch.randperm(batch)] if batch > 1 else torch.ones(1)
+        lens = (spread * context).int()
         columns = int(lens.max()) // PAGE_SIZE + 1
-        table = torch.randperm(batch * columns).int().view(batch, columns)
         self.layout: Any = types.SimpleNamespace(
             kv_lens=lens.to(DEVICE),
             rows=torch.arange(batch, dtype=torch.int32, device=DEVICE),
-            page_table=table.to(DEVICE),
+            page_table=torch.randperm(batch * columns).int().view(batch, columns).to(DEVICE),
             page_size=PAGE_SIZE,
         )
         self.kv_tokens = int(lens.sum())
@@ -74,107 +69,54 @@ class DecodeStep:
         self.head = self.embedding if config["tie_word_embeddings"] else randn(*self.embedding.shape)
         self.norm = torch.ones(config["hidden_size"], device=DEVICE, dtype=BF16)
         self.cos_sin = torch.rand(4096, config["head_dim"], device=DEVICE)
-        self.last_tokens = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+        self.last_tokens = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
         self.temperatures = torch.full((batch,), 0.6 if batch > 1 else 0.0, device=DEVICE)
         self.seeds = torch.arange(batch, device=DEVICE)
         heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        self.parts = [
-            types.SimpleNamespace(
-                begin=batch * i // num_parts,
-                end=batch * (i + 1) // num_parts,
-                size=batch * (i + 1) // num_parts - batch * i // num_parts,
-                stream=torch.cuda.Stream(),
-                attention=TritonDecodeAttention(heads, kv_heads, dim, batch, DEVICE, pdl=pdl),
-            )
-            for i in range(num_parts)
-        ]
-        for part in self.parts:
-            cut = slice(part.begin, part.end)
-            part.attention.prefetch = prefetch
-            part.layout = types.SimpleNamespace(
-                kv_lens=self.layout.kv_lens[cut],
-                rows=self.layout.rows[cut],
-                page_table=self.layout.page_table,
-                page_size=PAGE_SIZE,
-            )
+        self.attention = TritonDecodeAttention(heads, kv_heads, dim, batch, DEVICE, pdl=pdl)
 
     def floor_us(self) -> float:
+        """Each weight and each key and value read once."""
         weights = sum(t.numel() for layer in self.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down))
         kv = 2 * self.kv_tokens * self.layers[0].k_cache[0, 0].numel() * len(self.layers)
         return 2 * (weights + self.head.numel() + kv) / BYTES_PER_US
 
     def run(self) -> None:
-        layout = self.layout
-        positions = layout.kv_lens - 1
-        pages = layout.page_table[layout.rows.long(), (positions // PAGE_SIZE).long()].long()
-        slots = pages * PAGE_SIZE + positions % PAGE_SIZE
-        for part in self.parts:
-            part.attention.plan_decode(part.layout, part.size)
-        hidden = F.embedding(self.last_tokens, self.embedding)
-        normed = self.trunk(hidden, positions, slots)
-        if self.fused and is_fused(self.batch, self.head):
-            logits = fused_linear(normed, self.head, dtype=torch.float32, pdl=self.pdl)
-        else:
-            logits = torch.mm(normed, self.head.t(), out_dtype=torch.float32)
-        self.logits = logits
-        tokens, self.failed = sample(logits, self.temperatures, self.seeds, positions, self.pdl)
-        self.last_tokens.copy_(tokens)
-
-    def trunk(self, hidden: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """All layers; each part of the batch on a stream of its own."""
-        main = torch.cuda.current_stream()
-        outs = []
-        for part in self.parts:
-            part.stream.wait_stream(main)
-            with torch.cuda.stream(part.stream if len(self.parts) > 1 else main):
-                x, pending = hidden[part.begin : part.end].clone(), None
-                for layer in self.layers:
-                    x, pending = self.layer(
-                        part, layer, x, pending, positions[part.begin : part.end], slots[part.begin : part.end]
-                    )
-                outs.append(settle(x, pending, self.norm, self.pdl))
-        for part in self.parts:
-            main.wait_stream(part.stream)
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def layer(
-        self, part: Any, layer: Layer, x: Tensor, pending: Any, positions: Tensor, slots: Tensor
-    ) -> tuple[Tensor, Any]:
-        x, qkv = self.project(x, pending, layer.norms[0], layer.qkv, gated=False)
-        x, pending = self.add(x, self.attend(part, layer, qkv, positions, slots), layer.o)
-        x, inner = self.project(x, pending, layer.norms[1], layer.gate_up, gated=True)
-        return self.add(x, inner, layer.down)
+        layout, ops = self.layout, self.ops
+        ids, positions, slots = decode_inputs(
+            layout.rows, layout.kv_lens, layout.page_table, self.last_tokens, PAGE_SIZE
+        )
+        self.attention.plan_decode(layout, self.batch)
+        x, pending = F.embedding(ids, self.embedding), None
+        for layer in self.layers:
+            x, qkv = self.project(x, pending, layer.norms[0], layer.qkv, gated=False)
+            x, pending = self.add(x, self.attend(layer, qkv, positions, slots), layer.o)
+            x, inner = self.project(x, pending, layer.norms[1], layer.gate_up, gated=True)
+            x, pending = self.add(x, inner, layer.down)
+        normed = ops.rms_norm(x, self.norm, EPS) if pending is None else ops.add_rms_norm(pending, x, self.norm, EPS)[0]
+        self.logits = ops.logits(normed, self.head)
+        _, self.failed = sample(
+            self.logits, layout.rows, self.temperatures, self.seeds, layout.kv_lens, self.last_tokens, self.pdl
+        )
 
     def project(
         self, x: Tensor, pending: Tensor | None, norm: Tensor, weight: Tensor, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        """Norm of the residual stream ``x`` (+ ``pending``) times ``weight``; returns the stream and the product."""
-        fused = self.fused and is_fused(x.shape[0], weight)
-        if fused and x.shape[0] == 1:
-            return x, fused_linear(x, weight, norm=norm, eps=1e-6, gated=gated, pdl=self.pdl)
-        normed = settle(x, pending, norm, self.pdl)
-        if fused:
-            return x, fused_linear(normed, weight, gated=gated, pdl=self.pdl)
-        out = F.linear(normed, weight)
-        return x, silu_mul(out, self.pdl) if gated else out
+        if self.fused:
+            return self.ops.project(x, pending, norm, EPS, weight, gated)
+        normed = self.ops.rms_norm(x, norm, EPS) if pending is None else self.ops.add_rms_norm(pending, x, norm, EPS)[0]
+        product = F.linear(normed, weight)
+        return x, self.ops.silu_mul(product) if gated else product
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add y times ``weight`` to the stream, at once or by whoever reads it next."""
-        if self.fused and is_fused(x.shape[0], weight):
-            return fused_linear(y, weight, residual=x, pdl=self.pdl), None
-        return x, F.linear(y, weight)
+        return self.ops.add_linear(x, y, weight) if self.fused else (x, F.linear(y, weight))
 
-    def attend(self, part: Any, layer: Layer, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def attend(self, layer: Layer, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         caches = (layer.k_cache, layer.v_cache)
-        q = rope_store(qkv, positions, self.cos_sin, slots, *caches, layer.q_norm, layer.k_norm, 1e-6, self.pdl)
+        q = self.ops.rope_store(qkv, positions, self.cos_sin, slots, *caches, layer.q_norm, layer.k_norm, EPS)
         out = torch.empty_like(q)
-        part.attention.run_decode(q, *caches, out)
+        self.attention.run_decode(q, *caches, out)
         return out.flatten(1)
-
-
-def settle(x: Tensor, pending: Tensor | None, norm: Tensor, pdl: bool) -> Tensor:
-    """Add what is pending to the stream in place, and return its norm."""
-    return rms_norm(x, norm, 1e-6, None, pdl) if pending is None else rms_norm(pending, norm, 1e-6, x, pdl)
 
 
 def breakdown(graph: torch.cuda.CUDAGraph) -> str:
@@ -209,9 +151,8 @@ def main() -> None:
             us = statistics.median(replay_us(graph, 20))
             floor = step.floor_us()
             share = f"floor {floor / 1e3:.3f} ms ({floor / us:.0%})"
-            print(
-                f"{options.config.stem} batch {batch} context {options.context} {name}: {us / 1e3:.3f} ms, {share} error {error:.1e}"
-            )
+            case = f"{options.config.stem} batch {batch} context {options.context} {name}"
+            print(f"{case}: {us / 1e3:.3f} ms, {share}, logits off by {error:.1e}")
             assert not step.failed.any()
             if options.profile:
                 print(breakdown(graph), flush=True)

@@ -1,10 +1,17 @@
-"""Sweeps of the decode kernels on one GPU: `python benchmarks/gpu_kernels.py attention|linear [--out FILE]`."""
+"""Sweeps of the decode kernels on one GPU: `python benchmarks/gpu_kernels.py attention|linear [--out FILE]`.
+
+Each candidate is compared with plain torch and timed in graph replays over more data than the L2 cache holds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import types
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,352 +19,229 @@ import torch
 import torch.nn.functional as F
 import triton
 from gpu_timing import Job, graph_us, precompile, relative_error
+from numpy.typing import NDArray
+from torch import Tensor
 
-from radixserve.kernels import triton_attention, triton_linear
-from radixserve.kernels.triton_attention import TritonDecodeAttention
+from radixserve.kernels import triton_linear
+from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 L2_BYTES = 60e6
+KV_HEADS, DIM = 8, 128
+
+Result = dict[str, Any]
 
 
-class Attention:
-    """One layer's decode over shuffled pages; rotates over several copies of the cache."""
+class AttentionCase:
+    """One layer's decode over shuffled pages, with enough copies of the cache to rotate over."""
 
-    def __init__(self, q_heads: int, kv_lens: np.ndarray[Any, Any], page_size: int, seed: int = 0):
-        kv_heads, dim = 8, 128
-        rng = np.random.default_rng(seed)
-        batch, columns = len(kv_lens), -(-int(kv_lens.max()) // page_size)
-        num_pages = int((-(-kv_lens // page_size)).sum())
-        table = np.zeros((batch, columns), np.int32)
-        ids = rng.permutation(num_pages).astype(np.int32)
-        for row, length in enumerate(kv_lens):
-            count = -(-int(length) // page_size)
-            table[row, :count], ids = ids[:count], ids[count:]
-        self.bytes = float(kv_lens.sum()) * kv_heads * dim * 4
-        copies = max(2, int(3 * L2_BYTES / (num_pages * page_size * kv_heads * dim * 4)) + 1)
-        self.caches = [
-            torch.randn(2, num_pages, page_size, kv_heads, dim, device=DEVICE, dtype=BF16) for _ in range(copies)
-        ]
-        self.q = torch.randn(batch, q_heads, dim, device=DEVICE, dtype=BF16)
+    def __init__(self, q_heads: int, kv_lens: NDArray[np.int64], page_size: int):
+        rng = np.random.default_rng(0)
+        self.num_seqs, self.lens = len(kv_lens), kv_lens.tolist()
+        counts = -(-kv_lens // page_size)
+        table = np.zeros((self.num_seqs, counts.max()), np.int32)
+        table[np.arange(counts.max()) < counts[:, None]] = rng.permutation(counts.sum())
+        self.bytes = float(kv_lens.sum()) * KV_HEADS * DIM * 4
+        shape = (2, int(counts.sum()), page_size, KV_HEADS, DIM)
+        copies = max(2, int(3 * L2_BYTES / self.bytes) + 1)
+        self.caches = [torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(copies)]
+        self.q = torch.randn(self.num_seqs, q_heads, DIM, device=DEVICE, dtype=BF16)
         self.layout: Any = types.SimpleNamespace(
             kv_lens=torch.from_numpy(kv_lens.astype(np.int32)).to(DEVICE),
-            rows=torch.arange(batch, dtype=torch.int32, device=DEVICE),
+            rows=torch.arange(self.num_seqs, dtype=torch.int32, device=DEVICE),
             page_table=torch.from_numpy(table).to(DEVICE),
             page_size=page_size,
         )
-        self.lens = kv_lens
 
-    def reference(self, cache: torch.Tensor) -> torch.Tensor:
+    def reference(self) -> Tensor:
+        """Of the first copy, one sequence at a time in fp32."""
         out = torch.empty_like(self.q)
-        size = self.layout.page_size
         for s, length in enumerate(self.lens):
-            slots = self.layout.page_table[s].long()[:, None] * size + torch.arange(size, device=DEVICE)
-            k, v = cache.flatten(1, 2)[:, slots.flatten()[: int(length)]].float().transpose(1, 2)
+            pages = self.layout.page_table[s].long()
+            k, v = (cache[pages].flatten(0, 1)[:length].float().transpose(0, 1) for cache in self.caches[0])
             q = self.q[s].float()[:, None]
-            out[s] = F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)[0, :, 0].to(BF16)
+            out[s] = F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)[0, :, 0]
         return out
 
+    def measure(self, tuning: DecodeTuning, reference: Tensor) -> Result:
+        kernel = TritonDecodeAttention(self.q.shape[1], KV_HEADS, DIM, self.num_seqs, DEVICE, tuning=tuning)
+        out = torch.full_like(self.q, float("nan"))
 
-def attention_cases() -> list[tuple[str, int, np.ndarray[Any, Any], int]]:
-    rng = np.random.default_rng(1)
-    cases = []
-    for heads in (16, 32):
-        for batch, mean in ((1, 256), (1, 8000), (8, 900), (64, 900), (256, 900)):
-            lens = rng.integers(int(0.6 * mean), int(1.4 * mean) + 1, batch)
-            lens = np.array([mean]) if batch == 1 else lens
-            cases += [(f"{heads}x{batch}x{mean}p16", heads, lens, 16)]
-    wide = rng.integers(100, 1900, 256)
-    return [*cases, ("16x256x1000w p16", 16, wide, 16), ("16x256x1000w p1", 16, wide, 1)]
+        def body() -> None:
+            kernel.plan_decode(self.layout, self.num_seqs)
+            self.q.mul_(1)  # the ordinary kernel that has to lie between plan and run
+            for cache in [*reversed(self.caches)] * 2:
+                kernel.run_decode(self.q, cache[0], cache[1], out)
+
+        us = graph_us(body, 2 * len(self.caches))
+        return {"us": us, "gbs": self.bytes / us / 1e3, "error": relative_error(out, reference), **asdict(tuning)}
 
 
-# block tokens, stages, warps, blocks per SM, smallest slice in units
-ATTENTION = [
-    (32, 5, 2, 4, 2),
-    (32, 5, 2, 8, 2),
-    (32, 5, 2, 12, 2),
-    (32, 5, 2, 16, 4),
-    (32, 3, 2, 6, 2),
-    (32, 3, 2, 12, 2),
-    (16, 7, 1, 6, 2),
-    (16, 5, 1, 8, 2),
-    (64, 5, 4, 4, 4),
-    (64, 5, 2, 3, 4),
+TUNINGS = [
+    DecodeTuning(),
+    DecodeTuning(blocks_per_sm=3),
+    DecodeTuning(blocks_per_sm=8),
+    DecodeTuning(num_stages=3, blocks_per_sm=6),
+    DecodeTuning(block_tokens=16, num_warps=1, blocks_per_sm=8),
+    DecodeTuning(block_tokens=64, blocks_per_sm=3, min_slice_units=4),
+    DecodeTuning(block_tokens=64, num_warps=4, blocks_per_sm=2, min_slice_units=4),
 ]
 
 
-def make_attention(case: Attention, config: tuple[int, ...], pdl: bool) -> TritonDecodeAttention:
-    kernel = TritonDecodeAttention(case.q.shape[1], 8, 128, 256, DEVICE, pdl=pdl)
-    kernel.block_tokens, kernel.num_stages, kernel.num_warps, kernel.blocks_per_sm, kernel.min_units = config
-    kernel.allocate(DEVICE)
-    return kernel
+def attention_cases() -> Iterator[tuple[str, AttentionCase]]:
+    rng = np.random.default_rng(1)
+    for heads, (batch, mean) in itertools.product((16, 32), ((1, 256), (1, 8000), (8, 900), (64, 900), (256, 900))):
+        lens = rng.integers(int(0.6 * mean), int(1.4 * mean) + 1, batch) if batch > 1 else np.array([mean])
+        yield f"{heads} heads, {batch} x {mean} tokens", AttentionCase(heads, lens, 16)
+    ragged = rng.integers(100, 1900, 256)
+    for page_size in (16, 1):
+        yield f"16 heads, 256 x 100..1900 tokens, page size {page_size}", AttentionCase(16, ragged, page_size)
 
 
-def attention_jobs() -> list[Job]:
-    jobs: list[Job] = []
-    ints, floats = torch.int32, torch.float32
-    for group in (2, 4):
-        for block, stages, warps, _, units in ATTENTION:
-            for page in (16, 1) if group == 2 else (16,):
-                args = (BF16, BF16, BF16, BF16, ints, ints, ints, ints, ints, floats, floats, ints, 256, 33, 80, 0.1)
-                consts = {"KV_HEADS": 8, "GROUP": group, "GROUP_ROWS": group, "D": 128, "PAGE": page, "UNIT": 16}
-                consts |= {
-                    "MIN_UNITS": units,
-                    "ROWS": 16,
-                    "BLOCK": block,
-                    "STAGES": stages,
-                    "PARTS": 8,
-                    "PREFETCH": True,
-                }
-                options = {**consts, "PDL": True, "num_warps": warps, "launch_pdl": True}
-                jobs.append((triton_attention.__name__, "_decode", args, options))
-    return jobs
-
-
-def sweep_attention() -> list[dict[str, Any]]:
-    precompile(attention_jobs())
+def sweep_attention() -> list[Result]:
     results = []
-    for name, heads, lens, page_size in attention_cases():
-        case = Attention(heads, lens, page_size)
-        reference = case.reference(case.caches[0])
-        for config in ATTENTION:
-            kernel = make_attention(case, config, pdl=True)
-            out = torch.full_like(case.q, float("nan"))
-
-            def body(case: Attention = case, kernel: Any = kernel, out: Any = out) -> None:
-                kernel.plan_decode(case.layout, len(case.lens))
-                case.q.mul_(1)
-                for _ in range(2):
-                    for cache in reversed(case.caches):
-                        kernel.run_decode(case.q, cache[0], cache[1], out)
-
-            us = graph_us(body, 2 * len(case.caches))
-            row = {"case": name, "config": config, "us": round(us, 1), "gbs": round(case.bytes / us / 1e3)}
-            row["error"] = relative_error(out, reference)
-            results.append(row)
-        best = sorted((r for r in results if r["case"] == name), key=lambda r: r["us"])
-        worst_error = max(r["error"] for r in best)
-        print(name, *(f"{r['config']}:{r['us']}us/{r['gbs']}" for r in best[:5]), f"err {worst_error:.1e}")
+    for name, case in attention_cases():
+        reference = case.reference()
+        rows = [{"case": name, **case.measure(tuning, reference)} for tuning in TUNINGS]
+        results += rows
+        show(name, rows)
     return results
 
 
-# name: N, K, gated, norm, add
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A linear layer: ``n`` outputs (twice the weights if ``gated``), ``k`` inputs, and what is fused around it."""
+
+    n: int
+    k: int
+    gated: bool = False
+    add: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self.n * self.k * (2 if self.gated else 1)
+
+
 SHAPES = {
-    "0.6B": {
-        "qkv": (4096, 1024, False, False, False),
-        "o": (1024, 2048, False, False, True),
-        "gate_up": (3072, 1024, True, False, False),
-        "down": (1024, 3072, False, False, True),
-        "head": (151936, 1024, False, False, False),
-    },
-    "8B": {
-        "qkv": (6144, 4096, False, True, False),
-        "o": (4096, 4096, False, False, True),
-        "gate_up": (12288, 4096, True, True, False),
-        "head": (151936, 4096, False, False, False),
-        "down": (4096, 12288, False, False, True),
-    },
+    "0.6B qkv": Shape(4096, 1024),
+    "0.6B o": Shape(1024, 2048, add=True),
+    "0.6B gate_up": Shape(3072, 1024, gated=True),
+    "0.6B down": Shape(1024, 3072, add=True),
+    "0.6B head": Shape(151936, 1024),
+    "8B qkv": Shape(6144, 4096),
+    "8B o": Shape(4096, 4096, add=True),
+    "8B gate_up": Shape(12288, 4096, gated=True),
+    "8B down": Shape(4096, 12288, add=True),
+    "8B head": Shape(151936, 4096),
 }
+BATCHES = (1, 2, 16, 32, 64, 128, 256)
 
 
-def gemv_configs(k: int, gated: bool) -> list[dict[str, int]]:
-    width = min(triton.next_power_of_2(k), 4096)
-    sizes = [s for s in (4096, 8192, 16384) if s >= width]
-    return [
-        {"BLOCK_N": max(1, size // width // (1 + gated)), "BLOCK_K": width, "num_warps": warps}
-        for size in sizes
-        for warps in (4, 8)
-        if size // width // (1 + gated) >= 1
-    ]
-
-
-def matmul_configs(m: int, gated: bool) -> list[dict[str, int]]:
-    if m <= 16:
-        tiles = [
-            *(() if gated else ((16, 8, 256), (16, 8, 512))),
-            (16, 16, 256),
-            (16, 16, 512),
-            (16, 32, 128),
-            (16, 32, 256),
-            (16, 64, 128),
-            (16, 128, 64),
-        ]
-    elif m <= 32:
-        tiles = [
-            (32, 16, 128),
-            (32, 16, 256),
-            (32, 32, 128),
-            (32, 32, 256),
-            (32, 64, 64),
-            (32, 64, 128),
-            (64, 16, 128),
-            (64, 16, 256),
-            (64, 32, 128),
-        ]
-    elif m <= 64:
-        tiles = [
-            (64, 16, 128),
-            (64, 16, 256),
-            (64, 32, 64),
-            (64, 32, 128),
-            (64, 32, 256),
-            (64, 64, 64),
-            (64, 64, 128),
-            (64, 128, 64),
-        ]
-    else:
-        tiles = [
-            (64, 32, 128),
-            (64, 64, 64),
-            (64, 128, 64),
-            (128, 32, 64),
-            (128, 64, 64),
-            (128, 128, 64),
-            (128, 256, 64),
-            (128, 64, 128),
-            (128, 32, 128),
-            (64, 64, 128),
-        ]
+def configs(shape: Shape, m: int) -> list[dict[str, int]]:
+    """Tiles worth trying; those of one token have no BLOCK_M."""
+    if m == 1:
+        width = min(triton.next_power_of_2(shape.k), 4096)
+        rows = [size // width // (2 if shape.gated else 1) for size in (4096, 8192, 16384)]
+        pairs = itertools.product(sorted({r for r in rows if r}), (4, 8))
+        return [{"BLOCK_N": n, "BLOCK_K": width, "num_warps": warps} for n, warps in pairs]
+    heights = (16,) if m <= 16 else (32, 64) if m <= 32 else (64,) if m <= 64 else (64, 128)
+    tiles = itertools.product(heights, (16, 32, 64, 128), (64, 128, 256, 512), (3, 4))
     return [
         {"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_K": bk, "STAGES": stages, "num_warps": warps}
-        for bm, bn, bk in tiles
-        for stages in (3, 4)
-        for warps in ((8,) if bm * bn >= 128 * 128 else (2, 4) if bm * bn <= 512 else (4,))
-        if (bm + bn) * bk * 2 * stages < 200_000
+        for bm, bn, bk, stages in tiles
+        for warps in ((2, 4) if bm * bn <= 512 else (8,) if bm * bn >= 16384 else (4,))
+        if 6_000 < (bm + bn) * bk < 28_000 and shape.k % bk == 0
     ]
 
 
-def fused(kernel: str, shape: tuple[int, int, bool, bool, bool], m: int, config: dict[str, int], tensors: Any) -> Job:
-    """Arguments and options of one launch; ``tensors``: x, weight, norm, add, out or their dtypes."""
-    n, k, gated, norm, add = shape
-    consts: dict[str, Any] = {
-        "K": k,
-        "NORM": norm,
-        "GATED": gated,
-        "ADD": add,
-        "PDL": True,
-        "launch_pdl": True,
-        **config,
-    }
-    consts.pop("per_sm", None)
-    x, weight, norm_weight, added, out = tensors
-    args = (x, weight, norm_weight, added, out, 1e-6, n)
-    if kernel == "_matmul":
-        args = (x, weight, added, out, m, n, k)
-        del consts["NORM"], consts["K"]
-        consts["LINES"] = triton.next_power_of_2(k // 64)
-        consts["BLOCK_N"] //= 1 + gated
-    return triton_linear.__name__, kernel, args, consts
-
-
-def candidates(k: int, gated: bool, m: int) -> list[tuple[str, dict[str, int]]]:
-    gemv = [("_gemv", config) for config in gemv_configs(k, gated)] if m == 1 else []
-    if m == 1 and k in (1024, 2048, 4096):
-        gemv += [
-            ("_gemv_rows", {"BLOCK_N": rows, "BLOCK_K": k, "STAGES": stages, "num_warps": warps, "per_sm": per_sm})
-            for rows in (1, 2, 4)
-            for stages in (3, 5)
-            for warps in (4, 8)
-            for per_sm in (2, 4, 6)
-            if rows * k <= 8192 and not (gated and rows > 2)
-        ]
+def launch(
+    shape: Shape, m: int, config: dict[str, int], tensors: tuple[Any, ...]
+) -> tuple[str, tuple[Any, ...], Result]:
+    """Kernel, arguments and options; ``tensors`` are x, weight, added and out, or their types."""
+    x, weight, added, out = tensors
+    options: Result = {"GATED": shape.gated, "ADD": shape.add, "PDL": True, "launch_pdl": True, **config}
     if m == 1:
-        return gemv
-    return gemv + [("_matmul", config) for config in matmul_configs(m, gated)]
+        return "_gemv", (x, weight, x, added, out, 1e-6, shape.n), {**options, "K": shape.k, "NORM": False}
+    options["BLOCK_N"] //= 2 if shape.gated else 1
+    options["LINES"] = triton.next_power_of_2(shape.k // 64)
+    return "_matmul", (x, weight, added, out, m, shape.n, shape.k), options
 
 
-BATCHES = (1,)
-
-
-def linear_jobs(models: list[str]) -> list[Job]:
-    dtypes = (BF16, BF16, BF16, BF16, BF16)
-    seen: dict[str, Job] = {}
-    for model in models:
-        for shape in SHAPES[model].values():
-            for m in BATCHES:
-                for kernel, config in candidates(shape[1], shape[2], m):
-                    job = fused(kernel, shape, m, config, dtypes)
-                    seen[repr((job[1], m == 1, m % 16 == 0, job[3]))] = job
-    return list(seen.values())
-
-
-def sweep_linear(models: list[str]) -> list[dict[str, Any]]:
-    precompile(linear_jobs(models))
-    results: list[dict[str, Any]] = []
-    for model in models:
-        for name, shape in SHAPES[model].items():
-            results += sweep_shape(f"{model} {name}", shape)
+def sweep_linear(names: list[str]) -> list[Result]:
+    jobs: dict[str, Job] = {}
+    for name, m in itertools.product(names, BATCHES):
+        for config in configs(SHAPES[name], m):
+            kernel, args, options = launch(SHAPES[name], m, config, (BF16,) * 4)
+            jobs[f"{kernel} {options}"] = (triton_linear.__name__, kernel, args, options)
+    precompile(list(jobs.values()))
+    results = []
+    for name in names:
+        layer = LinearCase(SHAPES[name])
+        for m in BATCHES:
+            rows = [{"case": f"{name}, {m} tokens", **row} for row in layer.measure(m)]
+            results += rows
+            show(rows[0]["case"], rows)
     return results
 
 
-def sweep_shape(name: str, shape: tuple[int, int, bool, bool, bool]) -> list[dict[str, Any]]:
-    n, k, gated, norm, add = shape
-    rows = n * (1 + gated)
-    copies = max(2, min(28, int(4 * L2_BYTES / (rows * k * 2)) + 1))
-    weights = [torch.randn(rows, k, device=DEVICE, dtype=BF16) / k**0.5 for _ in range(copies)]
-    norm_weight = torch.randn(k, device=DEVICE, dtype=BF16)
-    results: list[dict[str, Any]] = []
-    for m in BATCHES:
-        x = torch.randn(m, k, device=DEVICE, dtype=BF16)
-        added = torch.randn(m, n, device=DEVICE, dtype=BF16)
-        out = torch.empty(m, n, device=DEVICE, dtype=BF16)
+class LinearCase:
+    """One linear layer with enough copies of its weights to rotate over."""
 
-        def plain(x: Any = x, added: Any = added, out: Any = out) -> None:
-            for weight in weights:
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        rows = shape.weights // shape.k
+        copies = max(2, min(28, int(4 * L2_BYTES / (2 * shape.weights)) + 1))
+        self.weights = [torch.randn(rows, shape.k, device=DEVICE, dtype=BF16) / shape.k**0.5 for _ in range(copies)]
+
+    def measure(self, m: int) -> list[Result]:
+        shape = self.shape
+        x, added = (torch.randn(m, width, device=DEVICE, dtype=BF16) for width in (shape.k, shape.n))
+        reference = F.linear(x.float(), self.weights[-1].float())
+        if shape.gated:
+            reference = F.silu(reference[:, : shape.n]) * reference[:, shape.n :]
+        if shape.add:
+            reference += added.float()
+
+        def library() -> None:
+            for weight in self.weights:
                 F.linear(x, weight)
 
-        cublas = graph_us(plain, copies)
-        normed = F.rms_norm(x.float(), (k,), norm_weight.float(), 1e-6) if norm else x.float()
-        reference = F.linear(normed, weights[-1].float())
-        reference = F.silu(reference[:, :n]) * reference[:, n:] if gated else reference
-        reference = reference + added.float() if add else reference
-        trials = []
-        for kernel, config in candidates(k, gated, m):
-            try:
-                out.fill_(float("nan"))
+        results = [{"us": graph_us(library, len(self.weights)), "config": "library, nothing fused", "error": 0.0}]
+        for config in configs(shape, m):
+            out = torch.full((m, shape.n), float("nan"), device=DEVICE, dtype=BF16)
+            us = self.time(m, config, x, added, out)
+            results.append({"us": us, "config": config, "error": relative_error(out, reference)})
+        return results
 
-                def body(
-                    kernel: str = kernel, config: Any = config, x: Any = x, added: Any = added, out: Any = out
-                ) -> None:
-                    for weight in weights:
-                        _, _, args, options = fused(kernel, shape, m, config, (x, weight, norm_weight, added, out))
-                        block_m, block_n = options.get("BLOCK_M", 1), options["BLOCK_N"]
-                        grid = (
-                            (triton.cdiv(n, block_n),)
-                            if kernel == "_gemv"
-                            else (132 * config["per_sm"],)
-                            if kernel == "_gemv_rows"
-                            else (triton.cdiv(m, block_m), triton.cdiv(n, block_n))
-                        )
-                        getattr(triton_linear, kernel)[grid](*args, **options)
+    def time(self, m: int, config: dict[str, int], x: Tensor, added: Tensor, out: Tensor) -> float:
+        def body() -> None:
+            for weight in self.weights:
+                kernel, args, options = launch(self.shape, m, config, (x, weight, added, out))
+                grid = (triton.cdiv(m, config.get("BLOCK_M", 1)), triton.cdiv(self.shape.n, options["BLOCK_N"]))
+                getattr(triton_linear, kernel)[grid[1:] if m == 1 else grid](*args, **options)
 
-                us = graph_us(body, copies)
-            except Exception as error:
-                print(name, m, kernel, config, str(error)[:150])
-                continue
-            trials.append(
-                {"us": round(us, 2), "kernel": kernel, "config": config, "error": relative_error(out, reference)}
-            )
-        trials.sort(key=lambda t: t["us"])
-        for trial in trials:
-            if not trial["error"] < 1e-2:
-                print("WRONG", name, m, trial)
-        show = " | ".join(f"{t['us']} {t['kernel']} {[*t['config'].values()]}" for t in trials[:3])
-        print(f"{name} M={m} floor {rows * k * 2 / 4.29e6:.1f} cublas {cublas:.2f}: {show}", flush=True)
-        results.append({"shape": name, "m": m, "cublas": cublas, "trials": trials})
-    return results
+        return graph_us(body, len(self.weights))
+
+
+def show(case: str, rows: list[Result]) -> None:
+    """The three fastest, the library where there is one, and anything that is wrong."""
+    ranked = sorted(rows, key=lambda row: row["us"])
+    hidden = ("case", "us", "error", "gbs", "config")
+    for row in [*ranked[:3], *(row for row in ranked[3:] if not row["error"] < 1e-2 or "library" in str(row))]:
+        config = row.get("config") or {key: value for key, value in row.items() if key not in hidden}
+        print(f"{case}: {row['us']:.2f} us, error {row['error']:.1e}, {config}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("attention", "linear"))
-    parser.add_argument("--models", nargs="+", default=["0.6B", "8B"])
-    parser.add_argument("--out", default="")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results = sweep_attention() if options.what == "attention" else sweep_linear(options.models)
+    results = sweep_attention() if options.what == "attention" else sweep_linear(options.shapes)
     if options.out:
-        with open(options.out, "w") as file:
-            json.dump(results, file)
+        options.out.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

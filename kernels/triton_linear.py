@@ -85,56 +85,6 @@ def _gemv(
     _finish(value, gate, add_ptr, out_ptr, n, n < N, GATED, ADD)
 
 
-@triton.jit
-def _gemv_rows(
-    x_ptr,  # [K]
-    weight_ptr,  # [N, K], or [2 N, K] if GATED: first the gates
-    norm_ptr,  # [K] if NORM
-    add_ptr,  # [N] if ADD
-    out_ptr,  # [N]
-    eps,
-    N,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    k = tl.arange(0, BLOCK_K)
-    inside = k < K
-    up_shift = N.to(tl.int64) * K
-    if NORM:
-        norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        early = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        address = (weight_ptr + early[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K // 64)[None, :] * 64).to(
-            tl.int64
-        )
-        _prefetch_l2(address)
-        if GATED:
-            _prefetch_l2(address + up_shift * 2)
-        gdc_launch_dependents()
-        gdc_wait()
-    x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
-        x = x * norm
-    for block in tl.range(tl.program_id(0), N // BLOCK_N, tl.num_programs(0), num_stages=STAGES):
-        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        line_ptr = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-        weight = tl.load(line_ptr + (up_shift if GATED else 0))
-        value = tl.sum(weight.to(tl.float32) * x[None, :], 1) * scale
-        gate = value
-        if GATED:
-            gate_weight = tl.load(line_ptr)
-            gate = tl.sum(gate_weight.to(tl.float32) * x[None, :], 1) * scale
-        _finish(value, gate, add_ptr, out_ptr, n, n < N, GATED, ADD)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
     x_ptr,  # [M, K]
@@ -223,7 +173,8 @@ def fused_linear(
         block_n = max(1, 8192 // width // (2 if gated else 1))
         if gated and width < 4096:
             block_n *= 2
-        options |= {"K": k, "BLOCK_N": block_n, "BLOCK_K": width, "NORM": norm is not None, "num_warps": 4}
+        options |= {"K": k, "BLOCK_N": block_n, "BLOCK_K": width, "NORM": norm is not None}
+        options["num_warps"] = 8 if width > k else 4
         _gemv[(triton.cdiv(n, block_n),)](x, weight, x if norm is None else norm, added, out, eps, n, **options)
         return out
     assert norm is None

@@ -1,5 +1,5 @@
 """Sampling by Gumbel-max on CUDA: one pass over the logits, no probabilities, and a draw that depends on nothing but
-(seed, position, token id), so neither on the batch nor on the order of execution.
+(seed, number of known tokens, token id), so neither on the batch nor on the order of execution.
 
 argmax(logit / T - log(E)) with E exponentially distributed picks token i with probability softmax(logit / T)[i].
 """
@@ -24,9 +24,9 @@ def _mix64(x):
 
 
 @triton.jit
-def _log_exponential(seed, position, token):
+def _log_exponential(seed, num_known, token):
     """log(E) for each token id: a keyed murmur3 finalizer gives 32 bits, -log1p(-v) turns them into E."""
-    key = _mix64(seed.to(tl.uint64) + _mix64(position.to(tl.uint64) + 0x9E3779B97F4A7C15))
+    key = _mix64(seed.to(tl.uint64) + _mix64(num_known.to(tl.uint64) + 0x9E3779B97F4A7C15))
     h = token.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13) ^ (key >> 32).to(tl.uint32)) * 0xC2B2AE35
@@ -46,34 +46,38 @@ def _fast_log(x):
 
 @triton.jit
 def _best_of_block(
-    logits_ptr,  # [rows, vocab]
-    temperatures_ptr,  # fp32 [rows], 0: greedy
-    seeds_ptr,  # int64 [rows]
-    positions_ptr,  # int32 [rows]
-    best_ptr,  # fp32 [rows, blocks] out
-    best_id_ptr,  # int32 [rows, blocks] out
+    logits_ptr,  # [samples, vocab]
+    rows_ptr,  # int32 [samples]
+    temperatures_ptr,  # fp32 [max_rows], 0: greedy
+    seeds_ptr,  # int64 [max_rows]
+    num_known_ptr,  # int32 [samples]
+    best_ptr,  # fp32 [samples, blocks] out
+    best_id_ptr,  # int32 [samples, blocks] out
     vocab,
     logits_stride,
+    temperatures_stride,
+    seeds_stride,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(1)
+    sample = tl.program_id(1)
     block = tl.program_id(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    temperature = tl.load(temperatures_ptr + row)
-    score = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + token, mask=inside, other=float("-inf"))
+    row = tl.load(rows_ptr + sample)
+    temperature = tl.load(temperatures_ptr + row * temperatures_stride)
+    score = tl.load(logits_ptr + sample.to(tl.int64) * logits_stride + token, mask=inside, other=float("-inf"))
     score = score.to(tl.float32)
     # A NaN becomes +inf, which no sound logit is, and so reaches the end.
     score = tl.where(score < float("inf"), score, float("inf"))
     if temperature > 0:
-        noise = _log_exponential(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), token)
+        noise = _log_exponential(tl.load(seeds_ptr + row * seeds_stride), tl.load(num_known_ptr + sample), token)
         score = score / temperature - noise
     best = tl.max(score, 0)
-    spot = row * tl.num_programs(0) + block
+    spot = sample * tl.num_programs(0) + block
     tl.store(best_ptr + spot, best)
     # Of equal scores the lowest id.
     tl.store(best_id_ptr + spot, tl.min(tl.where(score == best, token, vocab - 1), 0))
@@ -83,8 +87,10 @@ def _best_of_block(
 def _best_of_row(
     best_ptr,
     best_id_ptr,
-    tokens_ptr,  # int32 [rows] out
-    failed_ptr,  # bool [rows] out
+    rows_ptr,
+    tokens_ptr,  # int64 [samples] out
+    failed_ptr,  # bool [samples] out
+    last_tokens_ptr,  # int64 [max_rows] out
     vocab,
     blocks,
     BLOCKS: tl.constexpr,
@@ -93,49 +99,59 @@ def _best_of_row(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(0)
+    sample = tl.program_id(0)
     at = tl.arange(0, BLOCKS)
     inside = at < blocks
-    best = tl.load(best_ptr + row * blocks + at, mask=inside, other=float("-inf"))
-    ids = tl.load(best_id_ptr + row * blocks + at, mask=inside, other=vocab - 1)
+    best = tl.load(best_ptr + sample * blocks + at, mask=inside, other=float("-inf"))
+    ids = tl.load(best_id_ptr + sample * blocks + at, mask=inside, other=vocab - 1)
     top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, ids, vocab - 1), 0)
-    tl.store(tokens_ptr + row, token)
-    tl.store(failed_ptr + row, (top == float("inf")) | (top == float("-inf")))
+    failed = (top == float("inf")) | (top == float("-inf"))
+    token = tl.where(failed, 0, tl.min(tl.where(best == top, ids, vocab - 1), 0)).to(tl.int64)
+    tl.store(tokens_ptr + sample, token)
+    tl.store(failed_ptr + sample, failed)
+    tl.store(last_tokens_ptr + tl.load(rows_ptr + sample), token)
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, pdl: bool = True
+    logits: Tensor,  # [S, vocab], unit stride within a row
+    rows: Tensor,  # int32 [S]
+    temperatures: Tensor,  # fp32 [max_rows], 0 is greedy; may be a column of a table
+    seeds: Tensor,  # int64 [max_rows]; likewise
+    num_known: Tensor,  # int32 [S]: tokens before the one to sample
+    last_tokens: Tensor,  # int64 [max_rows], gets the sampled tokens
+    pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """logits [S, vocab] (unit stride within a row), temperatures fp32 [S], seeds int64 [S], positions int32 [S].
-
-    Returns token ids int32 [S] and failed bool [S]: a NaN or +inf among the logits, or none that is finite.
-    """
-    rows, vocab = logits.shape
+    """Token ids int64 [S], and failed bool [S]: a NaN or +inf among the logits, or none that is finite (token 0)."""
+    samples, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    best = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
-    best_id = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    failed = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    _best_of_block[(blocks, rows)](
+    best = torch.empty(samples, blocks, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(samples, blocks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(samples, dtype=torch.int64, device=logits.device)
+    failed = torch.empty(samples, dtype=torch.bool, device=logits.device)
+    _best_of_block[(blocks, samples)](
         logits,
+        rows,
         temperatures,
         seeds,
-        positions,
+        num_known,
         best,
         best_id,
         vocab,
         logits.stride(0),
+        temperatures.stride(0),
+        seeds.stride(0),
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=8,
         launch_pdl=pdl,
     )
-    _best_of_row[(rows,)](
+    _best_of_row[(samples,)](
         best,
         best_id,
+        rows,
         tokens,
         failed,
+        last_tokens,
         vocab,
         blocks,
         BLOCKS=triton.next_power_of_2(blocks),

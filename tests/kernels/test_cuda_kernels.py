@@ -161,10 +161,12 @@ def test_sampling_is_greedy_at_zero_temperature_and_flags_bad_rows() -> None:
     logits[4] = float("-inf")
     logits[4, 151_935] = -3.0
     logits[5, 9] = logits[5, 100_000] = 30.0
-    zeros = torch.zeros(6, device=DEVICE)
-    tokens, failed = sample(logits, zeros, zeros.long(), zeros.int())
+    rows = torch.tensor([3, 1, 2, 7, 0, 5], device=DEVICE, dtype=torch.int32)
+    zeros, last_tokens = torch.zeros(8, device=DEVICE), torch.full((8,), -7, device=DEVICE)
+    tokens, failed = sample(logits, rows, zeros, zeros.long(), zeros[:6].int(), last_tokens)
     assert failed.tolist() == [False, True, True, True, False, False]
     assert tokens[0] == logits[0].argmax() and tokens[4] == 151_935 and tokens[5] == 9
+    assert last_tokens.tolist() == [151_935, 0, 0, int(tokens[0]), -7, 9, -7, 0]
 
 
 def test_sampling_follows_the_softmax_and_depends_on_seed_and_position_only() -> None:
@@ -175,15 +177,30 @@ def test_sampling_follows_the_softmax_and_depends_on_seed_and_position_only() ->
     logits = one.expand(rows, vocab)
     temperatures = torch.full((rows,), temperature, device=DEVICE)
     seeds = torch.randint(-(2**62), 2**62, (rows // 2,), device=DEVICE).repeat(2)
-    positions = torch.arange(rows, device=DEVICE).int()
-    tokens, failed = sample(logits, temperatures, seeds, positions)
+    num_known = torch.arange(rows, device=DEVICE).int()
+    last_tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    tokens, failed = sample(logits, num_known, temperatures, seeds, num_known, last_tokens)
     assert not failed.any()
     share = torch.bincount(tokens.long(), minlength=vocab) / rows
     expected = (one[0] / temperature).softmax(-1)
     # Standard deviation of each share; five of them leave a wrong verdict once in 30,000 runs.
     assert ((share - expected).abs() < 5 * (expected / rows).sqrt() + 1e-4).all()
-    again, _ = sample(logits[:100].contiguous(), temperatures[:100], seeds[:100], positions[:100])
-    assert torch.equal(again, tokens[:100])
+    some = num_known[700:800].flip(0)
+    again, _ = sample(logits[:100].contiguous(), some, temperatures, seeds, some, last_tokens)
+    assert torch.equal(again, tokens[700:800].flip(0))
+
+
+def test_decode_inputs_find_each_rows_token_position_and_slot() -> None:
+    from radixserve.kernels.triton_step import decode_inputs
+
+    layout, _ = make_layout([5, 1, 64, 17, 0], [1] * 5, 16)
+    last_tokens = torch.randint(0, 1000, (9,), device=DEVICE)
+    ids, positions, slots = decode_inputs(layout.rows, layout.kv_lens, layout.page_table, last_tokens, 16)
+    table, rows = layout.page_table_host, layout.rows_host
+    assert ids.tolist() == last_tokens[layout.rows.long()].tolist()
+    assert positions.tolist() == [4, 0, 63, 16, 0]
+    expected = [table[rows[s], p // 16] * 16 + p % 16 for s, p in enumerate((4, 0, 63, 16))]
+    assert slots.tolist() == [*expected, -1]
 
 
 @pytest.mark.parametrize("m", [1, 5, 16, 30, 64])

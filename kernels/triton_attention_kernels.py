@@ -1,0 +1,268 @@
+"""The Triton kernels of paged decode attention; ``triton_attention`` says how they work together."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def cut_slices(
+    kv_lens_ptr,  # int32 [num_seqs]
+    unit_starts_ptr,  # int32 [num_seqs + 1] out: units before each sequence, then all of them
+    slice_seqs_ptr,  # int32 [num_slices] out: the sequence in which each slice begins
+    num_seqs,
+    num_slices,
+    UNIT: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    SEQS: tl.constexpr,  # a power of two >= num_seqs
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Lay the sequences out on the line of units and find where each slice begins."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.arange(0, SEQS)
+    lens = tl.load(kv_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    # An empty sequence takes one unit, so that somebody writes its (zero) output.
+    units = tl.where(seq < num_seqs, tl.maximum((lens + UNIT - 1) // UNIT, 1), 0)
+    ends = tl.cumsum(units, 0)
+    total = tl.sum(units, 0)
+    if tl.program_id(0) == 0:
+        tl.store(unit_starts_ptr + seq, ends - units, mask=seq < num_seqs)
+        tl.store(unit_starts_ptr + num_seqs, total)
+    used = tl.minimum(tl.maximum(total // MIN_UNITS, 1), num_slices)
+    part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = (part.to(tl.int64) * total // used).to(tl.int32)
+    before = (ends[None, :] <= begin[:, None]) & (seq[None, :] < num_seqs)
+    tl.store(slice_seqs_ptr + part, tl.sum(before.to(tl.int32), 1), mask=part < num_slices)
+
+
+@triton.jit
+def _attend(
+    q,  # [ROWS, D]
+    k_ptr,  # one KV head of the cache, [slots, D] with slot_stride
+    v_ptr,
+    table_row_ptr,  # int32 [pages of the sequence]
+    begin,  # tokens begin..end of the sequence
+    end,
+    scale,  # log2(e) / sqrt(D)
+    slot_stride,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax over a token range. Returns unnormalized output [ROWS, D], maximum and sum [ROWS] (base 2)."""
+    dim = tl.arange(0, D)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK)
+        valid = token < end
+        page = tl.load(table_row_ptr + token // PAGE, mask=valid, other=0)
+        slot = page.to(tl.int64) * PAGE + token % PAGE
+        offset = slot[:, None] * slot_stride + dim[None, :]
+        k = tl.load(k_ptr + offset, mask=valid[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k)) * scale
+        score = tl.where(valid[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - new_top)
+        weight = tl.exp2(score - new_top[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        v = tl.load(v_ptr + offset, mask=valid[:, None], other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _prefetch_first_block(
+    k_ptr,
+    v_ptr,
+    table_row_ptr,
+    begin,
+    kv_len,
+    slot_stride,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Ask the L2 cache for the first keys and values, all 128-byte lines of them, while the kernel before ends."""
+    if kv_len > begin:
+        token = tl.minimum(begin + tl.arange(0, BLOCK), kv_len - 1)
+        slot = tl.load(table_row_ptr + token // PAGE).to(tl.int64) * PAGE + token % PAGE
+        offset = slot[:, None] * slot_stride + tl.arange(0, D // 64)[None, :] * 64
+        for base in tl.static_range(2):
+            address = ((k_ptr if base == 0 else v_ptr) + offset).to(tl.int64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@triton.jit
+def _merge(
+    part_out_ptr,  # fp32 [parts, kv_heads, GROUP_ROWS, D]
+    part_lse_ptr,  # fp32 [parts, kv_heads, GROUP_ROWS], base 2
+    out_ptr,  # the output of this sequence and KV head, [GROUP, D]
+    head,
+    first,  # the slices first..last hold parts of the sequence
+    last,
+    first_part,  # index of the first slice's part; later slices' parts are 2 * slice
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,  # loaded at once
+):
+    """Join the parts of one sequence and head in the order of their slices."""
+    row = tl.arange(0, GROUP_ROWS)
+    dim = tl.arange(0, D)
+    top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    acc = tl.zeros([GROUP_ROWS, D], tl.float32)
+    for start in range(first, last + 1, PARTS):
+        for ahead in tl.static_range(PARTS):
+            piece = start + ahead
+            live = row < tl.where(piece <= last, GROUP_ROWS, 0)
+            line = (tl.where(piece == first, first_part, 2 * piece) * KV_HEADS + head) * GROUP_ROWS + row
+            # Past the L1 cache, which is not coherent: other blocks wrote these.
+            lse = tl.load(part_lse_ptr + line, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_out_ptr + line[:, None] * D + dim[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
+            )
+            new_top = tl.maximum(top, lse)
+            shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            total = total * shrink + weight
+            top = new_top
+    result = acc / total[:, None]
+    spot = out_ptr + row[:, None] * D + dim[None, :]
+    tl.store(spot, result.to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_slices", "table_stride"])
+def decode(
+    q_ptr,  # [num_seqs, KV_HEADS * GROUP, D]
+    k_ptr,  # [pages, PAGE, KV_HEADS, D]
+    v_ptr,
+    out_ptr,  # as q
+    table_ptr,  # int32 [max_rows, table_stride]
+    rows_ptr,  # int32 [num_seqs]
+    kv_lens_ptr,  # int32 [num_seqs]
+    unit_starts_ptr,  # of cut_slices
+    slice_seqs_ptr,
+    part_out_ptr,  # fp32 [2 * num_slices, KV_HEADS, GROUP_ROWS, D]
+    part_lse_ptr,  # fp32 [2 * num_slices, KV_HEADS, GROUP_ROWS]
+    arrived_ptr,  # int32 [num_seqs, KV_HEADS], all zero between launches
+    num_seqs,
+    num_slices,
+    table_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One slice of one KV head: whole sequences go straight to the output, cut ones into parts."""
+    if PDL:
+        gdc_launch_dependents()
+    head = tl.program_id(0)
+    piece = tl.program_id(1)
+    total = tl.load(unit_starts_ptr + num_seqs)
+    seq = tl.load(slice_seqs_ptr + piece)
+    used = tl.minimum(tl.maximum(total // MIN_UNITS, 1), num_slices)
+    begin = (piece.to(tl.int64) * total // used).to(tl.int32)
+    end = tl.minimum(((piece + 1).to(tl.int64) * total // used).to(tl.int32), total)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, D)
+    spot = row[:, None] * D + dim[None, :]
+    k_head_ptr = k_ptr + head * D
+    v_head_ptr = v_ptr + head * D
+    position = begin
+    if PDL:
+        # The plan may be read before the wait (see plan_decode); q and the newest keys may not.
+        if PREFETCH and begin < end:
+            _prefetch_first_block(
+                k_head_ptr,
+                v_head_ptr,
+                table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride,
+                (begin - tl.load(unit_starts_ptr + seq)) * UNIT,
+                tl.load(kv_lens_ptr + seq),
+                KV_HEADS * D,
+                D,
+                PAGE,
+                BLOCK,
+            )
+        gdc_wait()
+    while position < end:
+        seq_begin = tl.load(unit_starts_ptr + seq)
+        seq_end = tl.load(unit_starts_ptr + seq + 1)
+        kv_len = tl.load(kv_lens_ptr + seq)
+        table_row = tl.load(rows_ptr + seq)
+        stop = tl.minimum(end, seq_end)
+        group = (seq.to(tl.int64) * KV_HEADS + head) * GROUP * D
+        q = tl.load(q_ptr + group + spot, mask=(row < GROUP)[:, None], other=0.0)
+        acc, top, weight = _attend(
+            q,
+            k_head_ptr,
+            v_head_ptr,
+            table_ptr + table_row.to(tl.int64) * table_stride,
+            (position - seq_begin) * UNIT,
+            tl.minimum((stop - seq_begin) * UNIT, kv_len),
+            scale,
+            KV_HEADS * D,
+            D,
+            PAGE,
+            ROWS,
+            BLOCK,
+            STAGES,
+        )
+        weight = tl.maximum(weight, 1e-30)
+        result = acc / weight[:, None]
+        if (position == seq_begin) & (stop == seq_end):
+            tl.store(out_ptr + group + spot, result.to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
+        else:
+            part = 2 * piece + (seq_begin > begin).to(tl.int32)
+            line = (part * KV_HEADS + head) * GROUP_ROWS
+            tl.store(part_out_ptr + line * D + spot, result, mask=(row < GROUP_ROWS)[:, None])
+            tl.store(part_lse_ptr + line + row, top + tl.log2(weight), mask=row < GROUP_ROWS)
+            # Unit u belongs to slice ((u + 1) * used - 1) // total.
+            first = (((seq_begin + 1).to(tl.int64) * used - 1) // total).to(tl.int32)
+            last = ((seq_end.to(tl.int64) * used - 1) // total).to(tl.int32)
+            first_begin = (first.to(tl.int64) * total // used).to(tl.int32)
+            # All threads' stores come before the release that tells the others about them.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrived_ptr + seq * KV_HEADS + head, 1, sem="acq_rel")
+            if arrived == last - first:
+                first_part = 2 * first + (seq_begin > first_begin).to(tl.int32)
+                _merge(
+                    part_out_ptr,
+                    part_lse_ptr,
+                    out_ptr + group,
+                    head,
+                    first,
+                    last,
+                    first_part,
+                    KV_HEADS,
+                    GROUP,
+                    GROUP_ROWS,
+                    D,
+                    PARTS,
+                )
+                tl.store(arrived_ptr + seq * KV_HEADS + head, 0)
+        position = stop
+        seq += (stop == seq_end).to(tl.int32)
