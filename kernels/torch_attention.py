@@ -1,8 +1,9 @@
 """Paged attention in plain torch: any device, and the oracle that faster kernels are tested against.
 
 Each sequence gathers its keys and values once a layer and attends with torch's fused attention, which reads strided
-heads and shares key-value heads without copies. Decodes of similar length share one call. The padded length depends on
-the sequence alone, so the result of a decode does not depend on who else is in the batch, nor on the page size.
+heads and shares key-value heads without copies. Short decodes of similar length share a call, because a call costs more
+than their work; long ones are faster one by one, while what they gathered is still in the processor's cache. Which way
+a decode goes depends on its own length alone, so its result depends neither on its batch nor on the page size.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from torch import Tensor
 
 from radixserve.kernels.interface import AttentionShape, BatchLayout
 
-_SMALLEST_LENGTH = 64  # tokens
+# Measured on a CPU, see benchmarks/notes/cpu_runner.md; in tokens.
+_LONGEST_SHARED = 128
+_SHARED_STEP = 32  # lengths that share a call are rounded up to multiples of it
+_GATHERED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Decodes padded to one length L. ``queries`` [n]: their places in T, None when they are all of T."""
+    """n decodes of one padded length L; ``queries`` are their places in T."""
 
-    queries: Tensor | None
+    queries: Tensor | slice
     slots: Tensor  # int64 [n * L]
-    mask: Tensor  # [n, 1, 1, L], added to the scores: 0 or -inf
+    mask: Tensor | None  # [n, 1, 1, L], added to the scores: 0 or -inf; None where nothing is padded
     num_sequences: int
 
 
@@ -55,34 +59,38 @@ class TorchAttention:
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         keys, values = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
-        if len(self._decodes) == 1 and self._decodes[0].queries is None:
-            return self._decode(self._decodes[0], q, keys, values)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in self._decodes:
-            assert group.queries is not None
-            out.index_copy_(0, group.queries, self._decode(group, q.index_select(0, group.queries), keys, values))
+            out[group.queries] = self._decode(group, q[group.queries], keys, values)
         for chunk in self._chunks:
             out[chunk.first : chunk.last] = self._prefill(chunk, q[chunk.first : chunk.last], keys, values)
         return out
 
     def _plan_decodes(self, layout: BatchLayout) -> list[_DecodeGroup]:
         lens = layout.kv_lens_host[: layout.num_decodes]
-        padded_lens = _padded_lengths(lens)
-        lengths = np.unique(padded_lens)
-        all_in_one = len(lengths) == 1 and layout.num_decodes == layout.query_starts_host[-1]
-        return [
-            self._plan_group(layout, np.flatnonzero(padded_lens == length), int(length), all_in_one)
-            for length in lengths
-        ]
+        groups = [self._plan_long(layout, int(sequence)) for sequence in np.flatnonzero(lens > _LONGEST_SHARED)]
+        padded_lens = -(-lens // _SHARED_STEP) * _SHARED_STEP
+        for length in range(_SHARED_STEP, _LONGEST_SHARED + 1, _SHARED_STEP):
+            sequences, at_once = np.flatnonzero(padded_lens == length), _GATHERED_AT_ONCE // length
+            for first in range(0, len(sequences), at_once):
+                groups.append(self._plan_shared(layout, sequences[first : first + at_once], length))
+        return groups
 
-    def _plan_group(
-        self, layout: BatchLayout, sequences: NDArray[np.intp], length: int, is_whole_step: bool
-    ) -> _DecodeGroup:
+    def _plan_long(self, layout: BatchLayout, sequence: int) -> _DecodeGroup:
+        positions = np.arange(layout.kv_lens_host[sequence])
+        return _DecodeGroup(
+            queries=slice(sequence, sequence + 1),
+            slots=self._to_device(_slots(layout, layout.rows_host[sequence], positions)),
+            mask=None,
+            num_sequences=1,
+        )
+
+    def _plan_shared(self, layout: BatchLayout, sequences: NDArray[np.intp], length: int) -> _DecodeGroup:
         kv_lens = layout.kv_lens_host[sequences, None]
         # Padding reads the sequence's own last token: never another request's values, finite or not.
         positions = np.minimum(np.arange(length), kv_lens - 1)
         return _DecodeGroup(
-            queries=None if is_whole_step else self._to_device(sequences),
+            queries=self._to_device(sequences),
             slots=self._to_device(_slots(layout, layout.rows_host[sequences, None], positions).reshape(-1)),
             mask=self._mask(np.arange(length) < kv_lens)[:, None, None],
             num_sequences=len(sequences),
@@ -121,14 +129,6 @@ class TorchAttention:
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def _padded_lengths(kv_lens: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Round up to four lengths per octave: at most a fifth of a gather is padding, and groups stay few."""
-    floored = np.maximum(kv_lens.astype(np.int64), _SMALLEST_LENGTH)
-    step = 2 ** (np.frexp(floored - 1)[1].astype(np.int64) - 3)
-    padded: NDArray[np.int64] = -(-floored // step) * step
-    return padded
 
 
 def _slots(layout: BatchLayout, rows: NDArray[np.int32] | np.int32, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -97,11 +97,12 @@ def test_page_size_does_not_change_a_bit(page_size: int, tmp_path: Path) -> None
 
 
 def test_attention_of_a_decode_does_not_depend_on_its_batch() -> None:
+    """Lengths on both sides of where decodes begin to share a call."""
     shape = AttentionShape(6, 2, 16, 8, torch.float32)
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(64, 8, 2, 16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(96, 8, 2, 16, generator=generator) for _ in range(2))
     q = torch.randn(4, 6, 16, generator=generator)
-    table = np.random.default_rng(1).permutation(64).reshape(4, 16).astype(np.int32)
+    table = np.random.default_rng(1).permutation(96).reshape(4, 24).astype(np.int32)
 
     def attend(rows: list[int], lens: list[int]) -> Tensor:
         arrays = [np.array(rows, np.int32), np.array(lens, np.int32), np.arange(len(rows) + 1, dtype=np.int32), table]
@@ -109,7 +110,7 @@ def test_attention_of_a_decode_does_not_depend_on_its_batch() -> None:
         attention.plan(BatchLayout(len(rows), 8, *(torch.from_numpy(array) for array in arrays), *arrays))
         return attention.run(q[rows], k, v)
 
-    lens = [5, 100, 128, 97]
+    lens = [5, 100, 190, 101]
     together = attend([0, 1, 2, 3], lens)
     for row in range(4):
         assert torch.equal(attend([row], lens[row : row + 1])[0], together[row])

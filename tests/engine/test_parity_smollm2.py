@@ -55,3 +55,12 @@ def test_the_record_is_what_transformers_computes() -> None:
     for answer in ANSWERS[::10]:
         tokens = generate(model, answer.prompt, num_tokens=8)
         assert tokens == answer.tokens[: len(tokens)]
+
+
+def test_default_model_answers_in_its_own_type() -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with LLM(device="cpu", cpu_threads=1) as llm:
+        completion = llm.chat(question, SamplingParams(temperature=0, max_tokens=20))
+        cut = llm.chat(question, SamplingParams(temperature=0, max_tokens=20, stop=(" France",)))
+    assert completion.text == "The capital of France is Paris." and completion.finish_reason == "stop"
+    assert cut.text == "The capital of" and cut.finish_reason == "stop"

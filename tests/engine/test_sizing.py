@@ -1,0 +1,85 @@
+"""What "auto" comes to."""
+
+import pytest
+import torch
+
+from radixserve.configs.schema import CacheOptions, ModelOptions, SchedulerOptions
+from radixserve.engine.errors import ConfigError
+from radixserve.engine.host import available_memory, usable_cores
+from radixserve.engine.model_spec import ModelSpec, RopeSpec
+from radixserve.engine.sizing import (
+    choose_dtype,
+    choose_model_len,
+    choose_num_pages,
+    choose_overlap,
+    choose_page_size,
+    choose_step_tokens,
+    cpu_kv_bytes,
+    cuda_kv_bytes,
+)
+
+SPEC = ModelSpec("llama", 100, 64, 96, 2, 4, 2, 16, 1e-5, RopeSpec(1e4, 16), max_position=2048)
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("requested", "checkpoint", "device", "native_bf16", "expected"),
+    [
+        ("auto", "bfloat16", "cpu", True, torch.bfloat16),
+        ("auto", "bfloat16", "cpu", False, torch.float32),
+        ("auto", "float16", "cpu", False, torch.float32),
+        ("auto", "bfloat16", "cuda", False, torch.bfloat16),
+        ("auto", "float16", "cuda", False, torch.float16),
+        ("auto", "float32", "cuda", False, torch.bfloat16),
+        ("float32", "bfloat16", "cuda", True, torch.float32),
+    ],
+)
+def test_dtype(requested: str, checkpoint: str, device: str, native_bf16: bool, expected: torch.dtype) -> None:
+    assert choose_dtype(requested, checkpoint, device, native_bf16) is expected
+
+
+def test_model_len_is_the_models_own_unless_a_smaller_one_is_asked_for() -> None:
+    assert choose_model_len(ModelOptions(), SPEC) == 2048
+    assert choose_model_len(ModelOptions(max_model_len=100), SPEC) == 100
+    with pytest.raises(ConfigError, match="max_model_len 2049 .* 2048"):
+        choose_model_len(ModelOptions(max_model_len=2049), SPEC)
+
+
+def test_defaults_by_device() -> None:
+    assert choose_step_tokens(SchedulerOptions(), "cpu") < choose_step_tokens(SchedulerOptions(), "cuda")
+    assert choose_step_tokens(SchedulerOptions(max_num_batched_tokens=33), "cuda") == 33
+    assert (choose_overlap(SchedulerOptions(), "cpu"), choose_overlap(SchedulerOptions(), "cuda")) == (False, True)
+    assert choose_overlap(SchedulerOptions(disable_overlap_schedule=False), "cpu")
+    assert not choose_overlap(SchedulerOptions(disable_overlap_schedule=True), "cuda")
+    assert choose_page_size(CacheOptions(page_size=1)) == 1
+
+
+def num_pages(free_bytes: int, most_tokens: int = 10**9, options: CacheOptions | None = None) -> int:
+    return choose_num_pages(options or CacheOptions(), free_bytes, 1000, 16, max_model_len=160, most_tokens=most_tokens)
+
+
+def test_pages_fill_the_memory_but_are_no_more_than_useful() -> None:
+    assert num_pages(50_999) == 50
+    assert num_pages(50_999, most_tokens=321) == 21
+
+
+def test_memory_for_less_than_one_full_request_is_refused_with_what_to_do() -> None:
+    assert num_pages(10_000) == 10
+    with pytest.raises(ConfigError, match="--max-model-len.*--num-pages"):
+        num_pages(9_999)
+    assert num_pages(0, options=CacheOptions(num_pages=3)) == 3
+
+
+def test_cpu_cache_leaves_most_of_the_memory_alone() -> None:
+    assert 0 < cpu_kv_bytes(2 * GIB) < GIB
+    assert cpu_kv_bytes(1000 * GIB) < 10 * GIB
+
+
+def test_cuda_cache_gets_what_weights_and_the_largest_step_leave() -> None:
+    assert cuda_kv_bytes(100 * GIB, 20 * GIB, 5 * GIB, 0.9) == 65 * GIB
+    assert cuda_kv_bytes(100 * GIB, 90 * GIB, 5 * GIB, 0.9) == 0
+
+
+def test_the_host_has_cores_and_memory() -> None:
+    assert usable_cores() >= 1
+    assert available_memory() > 0
