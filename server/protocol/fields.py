@@ -7,6 +7,7 @@ used), or ``only(...)`` the values that ask for nothing. What no model declares 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -16,20 +17,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     ValidationError,
     WithJsonSchema,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
-from pydantic_core.core_schema import no_info_after_validator_function
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.server.errors import invalid_body
 
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
-_HEADER_SAFE = re.compile(r"[\w.\-]{1,64}")
+_HEADER_SAFE = re.compile(r"[\w.\-]{1,64}", re.ASCII)
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _MAX_IGNORED_NAMES = 16
 
@@ -65,23 +62,24 @@ def parse_body(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
         raise invalid_body(error) from None
 
 
-class only:  # noqa: N801 (reads as a word in an annotation)
+@dataclass(frozen=True)
+class _Only(AfterValidator):
+    harmless: tuple[object, ...]
+
+    def __get_pydantic_json_schema__(self, schema: object, handler: object) -> JsonSchemaValue:
+        return {"enum": [*self.harmless, None], "description": "Other values are not supported"}
+
+
+def only(*harmless: object) -> AfterValidator:
     """For a known field that would change the answer and is not supported: just these values pass."""
 
-    def __init__(self, *harmless: object):
-        self._harmless = harmless
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"enum": [*self._harmless, None], "description": "Other values are not supported"}
-
-    def _check(self, value: object) -> object:
+    def check(value: object) -> object:
         # By type too: JSON's false is not the number 0.
-        if not any(type(value) is type(harmless) and value == harmless for harmless in self._harmless):
+        if not any(type(value) is type(other) and value == other for other in harmless):
             raise ValueError("is not supported by this server")
         return value
+
+    return _Only(check, harmless)
 
 
 def is_request_id(text: str) -> bool:

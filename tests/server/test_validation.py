@@ -191,7 +191,7 @@ def test_null_is_the_same_as_absent(http: httpx.Client) -> None:
 
 
 def test_unknown_fields_are_ignored_and_named_in_a_header(http: httpx.Client) -> None:
-    path, body = chat(foo=1, parameters={"max_new_tokens": 60}, user="u", **{"bad\r\nname": 1})
+    path, body = chat(foo=1, parameters={"max_new_tokens": 60}, user="u", **{"bad\r\nname": 1, "名前": 2})
     answer = http.post(path, json=body)
     assert answer.status_code == 200
     assert answer.headers["x-radixserve-ignored-fields"] == "foo,parameters"
