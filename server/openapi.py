@@ -64,7 +64,7 @@ def _with_nulls(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: field[key] for key in ("description", "title", "default") if key in field}
+    kept: dict[str, Any] = {key: field[key] for key in ("description", "title", "default") if key in field}
     kind = {key: value for key, value in field.items() if key not in kept}
     choices = kind["anyOf"] if set(kind) == {"anyOf"} else [kind]
     if not kind or _NULL in choices or None in kind.get("enum", ()):
