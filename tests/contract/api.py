@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from radixserve.tests.e2e.server_process import RunningServer
+from radixserve.tests.e2e.server_process import RunningServer, running_server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -92,6 +94,17 @@ class Api:
     def live(self) -> int:
         stats = self.server.stats()
         return stats["running"] + stats["waiting"]
+
+
+@contextlib.contextmanager
+def launched(*flags: str, **client_options: Any) -> Iterator[Api]:
+    """A server in fp32, so that texts can be compared. In the end it must be alive, idle, and without a lost page."""
+    with running_server("--dtype", "float32", *flags) as server:
+        api = Api(server, **client_options)
+        with api.http:
+            yield api
+            assert api.is_alive()
+        assert "Traceback" not in server.log()
 
 
 def chat_body(content: Any, **fields: Any) -> dict[str, Any]:

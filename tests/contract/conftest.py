@@ -1,4 +1,4 @@
-"""The servers of this folder, one for each way to launch it, and the model's text side as an oracle."""
+"""The server that most tests of this folder talk to, and the model's text side as an oracle."""
 
 from collections.abc import Iterator
 
@@ -7,25 +7,15 @@ import pytest
 from radixserve.configs.schema import DEFAULT_MODEL, ModelOptions
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.text.text_model import TextModel, load_text_model
-from radixserve.tests.contract.api import Api
-from radixserve.tests.e2e.server_process import RunningServer, running_server
+from radixserve.tests.contract.api import Api, launched
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    """As a user starts it, but in fp32, so that texts can be compared."""
-    with running_server("--dtype", "float32") as running:
+def api() -> Iterator[Api]:
+    """The server as a user starts it."""
+    with launched() as running:
         yield running
-        assert "Traceback" not in running.log()
-        running.wait_idle()
-
-
-@pytest.fixture(scope="session")
-def api(server: RunningServer) -> Iterator[Api]:
-    api = Api(server)
-    yield api
-    assert api.is_alive()
-    api.http.close()
+        running.server.wait_idle()
 
 
 @pytest.fixture(scope="session")
