@@ -95,7 +95,7 @@ class DecodeStep:
             x, pending = self.add(x, inner, layer.down)
         normed = ops.rms_norm(x, self.norm, EPS) if pending is None else ops.add_rms_norm(pending, x, self.norm, EPS)[0]
         self.logits = ops.logits(normed, self.head)
-        _, self.failed = sample(
+        self.drawn = sample(
             self.logits, layout.rows, self.temperatures, self.seeds, layout.kv_lens, self.last_tokens, self.pdl
         )
 
@@ -103,7 +103,7 @@ class DecodeStep:
         self, x: Tensor, pending: Tensor | None, norm: Tensor, weight: Tensor, gated: bool
     ) -> tuple[Tensor, Tensor]:
         if self.fused:
-            return self.ops.project(x, pending, norm, EPS, weight, gated)
+            return self.ops.project(x, pending, norm, EPS, weight, gated=gated)
         normed = self.ops.rms_norm(x, norm, EPS) if pending is None else self.ops.add_rms_norm(pending, x, norm, EPS)[0]
         product = F.linear(normed, weight)
         return x, self.ops.silu_mul(product) if gated else product
@@ -153,7 +153,7 @@ def main() -> None:
             share = f"floor {floor / 1e3:.3f} ms ({floor / us:.0%})"
             case = f"{options.config.stem} batch {batch} context {options.context} {name}"
             print(f"{case}: {us / 1e3:.3f} ms, {share}, logits off by {error:.1e}")
-            assert not step.failed.any()
+            assert not step.drawn[1].any()
             if options.profile:
                 print(breakdown(graph), flush=True)
             del step, graph

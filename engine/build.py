@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from radixserve.configs.schema import ServeConfig
@@ -12,6 +12,7 @@ from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.gguf_weights import gguf_tensors
+from radixserve.engine.graphs import graph_batch_sizes
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ModelSpec, load_spec
@@ -19,7 +20,6 @@ from radixserve.engine.models.llama import LlamaForCausalLM
 from radixserve.engine.models.registry import create_model
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
-from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.sizing import (
     choose_dtype,
     choose_model_len,
@@ -30,14 +30,25 @@ from radixserve.engine.sizing import (
     cpu_kv_bytes,
     cuda_kv_bytes,
 )
-from radixserve.engine.step import PrefillChunk, RowSetup, StepPlan
+from radixserve.engine.warmup import warm_up
 from radixserve.engine.weights import Progress, fill_random, load_weights, safetensors_tensors
 from radixserve.kernels.interface import AttentionShape
-from radixserve.kernels.select import BackendUnavailable, select_attention, select_ops
+from radixserve.kernels.select import (
+    BackendUnavailable,
+    select_attention,
+    select_decode_inputs,
+    select_draw,
+    select_ops,
+)
 from radixserve.kvcache.manager import CacheManager
 from radixserve.kvcache.mha import MHAKVCache, page_bytes
 from radixserve.kvcache.naive import NaivePrefixCache
 from radixserve.kvcache.radix import RadixPrefixCache
+
+# Kernels are compiled for ranges of batch sizes: one of each, for steps that hold prompts.
+_WARM_UP_TOKENS = (1, 16, 32, 64, 256)
+# Of the description of one graph, on the device.
+_GRAPH_BYTES = 2 << 20
 
 
 def ignore_progress(detail: str, share: float) -> None:
@@ -59,8 +70,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     parts = _Parts(config, spec, sizes, model)
     num_pages = parts.choose_num_pages()
     runner = parts.runner(num_pages)
-    progress("warming up", 1.0)
-    warm_up(runner, num_tokens=16, num_rows=1, max_len=sizes.max_model_len, vocab_size=spec.vocab_size)
+    parts.prepare(runner, progress)
     prefixes = NaivePrefixCache if config.disable_radix_cache else RadixPrefixCache
     cache = CacheManager(prefixes(sizes.page_size), num_pages, config.max_num_seqs, sizes.max_pages_per_row)
     return BuiltEngine(
@@ -72,31 +82,10 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         max_num_batched_tokens=sizes.step_tokens,
         overlap=choose_overlap(config, device.type),
         description=(
-            f"{config.model} ({spec.architecture}) in {str(sizes.dtype).removeprefix('torch.')} on {device}: "
+            f"{config.model} ({spec.architecture}) in {str(sizes.dtype).removeprefix('torch.')} on {_name(device)}: "
             f"{num_pages} KV pages of {sizes.page_size} tokens, context {sizes.max_model_len}"
         ),
     )
-
-
-def warm_up(runner: ModelRunner, num_tokens: int, num_rows: int, max_len: int, vocab_size: int) -> None:
-    """Run a step of ``num_tokens`` prompt tokens in ``num_rows`` sampling sequences, all on page 0, so that kernels are
-    loaded, and the memory of a step of that size is known. Only before the runner serves requests."""
-    num_rows = min(num_rows, num_tokens)
-    share = min(max_len, num_tokens // num_rows)
-    ids = (np.arange(share) % vocab_size).astype(np.int32)
-    nothing = np.zeros(0, np.int32)
-    sampling = SamplingParams(temperature=0.9, top_p=0.9)
-    plan = StepPlan(
-        step=0,
-        setups=tuple(RowSetup(row, sampling, 0, ids, share, ()) for row in range(num_rows)),
-        page_rows=nothing,
-        page_cols=nothing,
-        page_ids=nothing,
-        decode_rows=nothing,
-        decode_lens=nothing,
-        chunks=tuple(PrefillChunk(row, ids, 0, True) for row in range(num_rows)),
-    )
-    runner.launch(plan).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +116,7 @@ class _Parts:
         spec, sizes, config = self.spec, self.sizes, self.config
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, sizes.page_size, sizes.dtype)
         try:
-            attention = select_attention(config.attention_backend, shape, sizes.device)
+            attention = select_attention(config.attention_backend, shape, sizes.device, config.max_num_seqs)
             kv = MHAKVCache.allocate(
                 spec.num_layers,
                 num_pages,
@@ -143,8 +132,8 @@ class _Parts:
             self.model,
             kv,
             attention,
-            select_ops(sizes.device),
-            Sampler(config.max_num_seqs, spec.vocab_size, sizes.device),
+            select_ops(sizes.device, sizes.dtype),
+            Sampler(config.max_num_seqs, spec.vocab_size, sizes.device, select_draw(sizes.device)),
             max_rows=config.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
         )
@@ -168,22 +157,44 @@ class _Parts:
             config.max_num_seqs * sizes.max_model_len,
         )
 
+    def prepare(self, runner: ModelRunner, progress: Progress) -> None:
+        """Load all kernels, so that no request waits for them, and capture the graphs of decode steps."""
+        progress("warming up", 0.0)
+        counts = _WARM_UP_TOKENS if self.sizes.device.type == "cuda" else _WARM_UP_TOKENS[1:2]
+        for num_tokens in counts:
+            warm_up(runner, num_tokens, 1, self.sizes.max_model_len, self.spec.vocab_size)
+        self._capture(runner, self._graph_sizes(), lambda share: progress("capturing graphs", share))
+
+    def _graph_sizes(self) -> list[int]:
+        return [] if self.config.enforce_eager else graph_batch_sizes(self.config.max_num_seqs)
+
+    def _capture(self, runner: ModelRunner, batch_sizes: list[int], report: Callable[[float], None]) -> None:
+        decode_inputs = select_decode_inputs(self.sizes.device)
+        if batch_sizes and decode_inputs is not None and runner.can_capture:
+            runner.capture_decodes(decode_inputs, batch_sizes, self.spec.vocab_size, report)
+
     def _measure_step_bytes(self) -> int:
-        """Peak of device memory that the largest step takes beside weights and KV."""
+        """Peak of device memory that the largest step, the kernels' workspaces and the graphs take beside weights and
+        KV."""
+        device, graph_sizes = self.sizes.device, self._graph_sizes()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         runner = self.runner(num_pages=1)
-        torch.cuda.reset_peak_memory_stats(self.sizes.device)
-        before = torch.cuda.memory_allocated(self.sizes.device)
         warm_up(
-            runner,
-            self.sizes.step_tokens,
-            self.config.max_num_seqs,
-            self.sizes.max_model_len,
-            self.spec.vocab_size,
+            runner, self.sizes.step_tokens, self.config.max_num_seqs, self.sizes.max_model_len, self.spec.vocab_size
         )
-        peak = torch.cuda.max_memory_allocated(self.sizes.device) - before
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+        self._capture(runner, graph_sizes[-1:], lambda share: None)  # the others share its memory
+        graph_bytes = free - torch.cuda.mem_get_info(device)[0] + _GRAPH_BYTES * len(graph_sizes)
         del runner
         torch.cuda.empty_cache()
-        return peak
+        return peak + graph_bytes
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _resolve_device(config: ServeConfig) -> torch.device:

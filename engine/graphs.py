@@ -1,6 +1,6 @@
 """CUDA graphs of pure decode steps: the only module that knows them.
 
-A captured step reads its rows and KV lengths from static buffers, so a replay costs the host two small copies.
+A captured step reads its rows and KV lengths from static buffers, so a replay costs the host one small copy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from radixserve.engine.step import Int32s
 
-# rows int32 [S], kv_lens int32 [S] -> token ids [S], failed [S]. Reads no device value on the host, and writes each
-# row's last token. A kv_len of 0 marks padding, whose row is the padding row.
-DecodeStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# rows int32 [S], kv_lens int32 [S] -> a tensor. Reads no device value on the host. A kv_len of 0 marks padding, whose
+# row is the padding row.
+DecodeStep = Callable[[Tensor, Tensor], Tensor]
+
+_ALIGNMENT = 4  # int32s: kernels are compiled for 16-byte aligned tensors, and compiled anew where one is not
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -28,8 +30,7 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    token_ids: Tensor
-    failed: Tensor
+    output: Tensor
 
 
 class DecodeGraphs:
@@ -40,7 +41,7 @@ class DecodeGraphs:
         self._sizes = np.array(sorted(batch_sizes))
         self._padding_row = padding_row
         self._device = device
-        self._inputs = torch.zeros(2 * int(self._sizes[-1]), dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(2 * _aligned(int(self._sizes[-1])), dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
 
     def capture(self, report: Callable[[float], None]) -> None:
@@ -50,32 +51,49 @@ class DecodeGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self._sizes.tolist())):
-            rows, kv_lens = self._inputs[:size], self._inputs[size : 2 * size]
+            rows, kv_lens = self._views(size)
             rows.fill_(self._padding_row)
             kv_lens.zero_()
-            torch.cuda.synchronize(self._device)
             self._decode(rows, kv_lens)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                token_ids, failed = self._decode(rows, kv_lens)
-            self._captured[size] = _Captured(graph, token_ids, failed)
+                output = self._decode(rows, kv_lens)
+            self._captured[size] = _Captured(graph, output)
             report((done + 1) / len(self._sizes))
 
     def fits(self, num_seqs: int) -> bool:
         """Whether a step of that many decodes can be replayed."""
         return 0 < num_seqs <= self._sizes[-1] and bool(self._captured)
 
-    def replay(self, rows: Int32s, kv_lens: Int32s) -> tuple[Tensor, Tensor]:
-        """Run a step: token ids and failed, [S] each, static buffers that the next replay of the size overwrites (in
-        stream order)."""
+    def replay(self, rows: Int32s, kv_lens: Int32s) -> Tensor:
+        """Run a step of S decodes. Returns what the captured step did for S sequences or, behind those, some more: a
+        static buffer that the next replay overwrites (in stream order)."""
         num_seqs = len(rows)
-        size = int(self._sizes[np.searchsorted(self._sizes, num_seqs)])
-        packed = torch.zeros(2, size, dtype=torch.int32, pin_memory=True)
+        size = self._size_for(num_seqs)
+        lens_at = _aligned(size)
+        # From torch's cache of pinned memory, where it returns once the copy has run.
+        packed = torch.empty(lens_at + size, dtype=torch.int32, pin_memory=True)
         host = packed.numpy()
-        host[0, :num_seqs], host[0, num_seqs:] = rows, self._padding_row
-        host[1, :num_seqs] = kv_lens
-        self._inputs[: 2 * size].copy_(packed.view(-1), non_blocking=True)
+        host[:num_seqs], host[num_seqs:size] = rows, self._padding_row
+        host[lens_at : lens_at + num_seqs], host[lens_at + num_seqs :] = kv_lens, 0
+        self._inputs[: lens_at + size].copy_(packed, non_blocking=True)
         captured = self._captured[size]
         captured.graph.replay()
-        return captured.token_ids[:num_seqs], captured.failed[:num_seqs]
+        return captured.output
+
+    def inputs(self, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Rows and KV lengths [S] of the last replay, which had ``num_seqs`` sequences."""
+        rows, kv_lens = self._views(self._size_for(num_seqs))
+        return rows[:num_seqs], kv_lens[:num_seqs]
+
+    def _size_for(self, num_seqs: int) -> int:
+        return int(self._sizes[np.searchsorted(self._sizes, num_seqs)])
+
+    def _views(self, size: int) -> tuple[Tensor, Tensor]:
+        lens_at = _aligned(size)
+        return self._inputs[:size], self._inputs[lens_at : lens_at + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

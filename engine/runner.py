@@ -1,29 +1,36 @@
 """Executes step plans: one forward pass over paged KV, then sampling. Implements ``step.Runner``.
 
-``launch`` only enqueues work: it never waits for the device, so on CUDA the next plan can be made meanwhile.
+``launch`` only enqueues work: it never waits for the device, so on CUDA the next plan can be made meanwhile. There a
+step of decodes alone is the replay of a graph, sampling included; all other steps, and all steps on a CPU, run eagerly.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from radixserve.engine.graphs import DecodeGraphs
 from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.messages import TokenLogprobs
 from radixserve.engine.models.registry import CausalLM
+from radixserve.engine.page_table import PageTable
 from radixserve.engine.prompt_logprobs import PromptLogprobs, ScoredChunk
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler
 from radixserve.engine.step import Int32s, StepPlan, StepResult
 from radixserve.engine.step_inputs import StepInputs, lay_out, upload
 from radixserve.engine.transfer import record_event
-from radixserve.kernels.interface import AttentionKernel, BatchLayout, Ops
+from radixserve.kernels.interface import AttentionKernel, BatchLayout, DecodeInputs, Ops
 from radixserve.kvcache.mha import MHAKVCache
+
+_NOTHING: Int32s = np.zeros(0, np.int32)
 
 
 class ModelRunner:
-    """Owns the weights, the KV buffer, the page table on the device with its mirror on the host, every row's last
-    token, and the sampler's state. Plans run in launch order on the current stream."""
+    """Owns the weights, the KV buffer, the page table, the sampler and the graphs of decode steps. Plans run in launch
+    order on the current stream."""
 
     def __init__(
         self,
@@ -44,9 +51,37 @@ class ModelRunner:
         self._device = kv.buffer.device
         self._page_size = kv.buffer.shape[3]
         self._k_caches, self._v_caches = kv.buffer[0].unbind(0), kv.buffer[1].unbind(0)
-        self._page_table_host: Int32s = np.zeros((max_rows, max_pages_per_row), np.int32)
-        self._page_table = torch.zeros((max_rows, max_pages_per_row), dtype=torch.int32, device=self._device)
-        self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        self._page_table = PageTable(max_rows, max_pages_per_row, self._device)
+        self._graphs: DecodeGraphs | None = None
+        self._graph_logits = torch.empty(0, device=self._device)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether decode steps can be captured in graphs."""
+        return self._device.type == "cuda" and self._attention.plans_on_device
+
+    @torch.inference_mode()
+    def capture_decodes(
+        self, decode_inputs: DecodeInputs, batch_sizes: Sequence[int], vocab_size: int, report: Callable[[float], None]
+    ) -> None:
+        """From now on replay CUDA graphs for steps of up to max(``batch_sizes``) decodes and nothing else. Only if
+        ``can_capture``."""
+        self._graph_logits = torch.empty(max(batch_sizes), vocab_size, device=self._device)
+
+        def decode(rows: Tensor, kv_lens: Tensor) -> Tensor:
+            table = self._page_table.tensor
+            inputs = decode_inputs(rows, kv_lens, table, self._sampler.last_tokens, self._page_size)
+            starts = torch.empty(0, dtype=torch.int32, device=self._device)
+            no_host = (_NOTHING, _NOTHING, _NOTHING, self._page_table.host)
+            self._attention.plan(BatchLayout(len(rows), self._page_size, rows, kv_lens, starts, table, *no_host))
+            ids, positions, slots = inputs
+            hidden = self._model(ids, self._context(positions, slots))
+            logits = self._model.logits(hidden, self._ops, self._graph_logits[: len(rows)])
+            return self._sampler.draw_plain(logits, rows, kv_lens)
+
+        padding_row = len(self._page_table.host)
+        self._graphs = DecodeGraphs(decode, batch_sizes, padding_row, self._device)
+        self._graphs.capture(report)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -54,16 +89,25 @@ class ModelRunner:
         self._sampler.set_rows(plan.setups)
         for setup in plan.setups:
             self._prompt_logprobs.set_row(setup.row, setup.sampling.prompt_logprobs)
-        self._page_table_host[plan.page_rows, plan.page_cols] = plan.page_ids
-        host = lay_out(plan, self._page_table_host, self._page_size)
+        self._page_table.write(plan.page_rows, plan.page_cols, plan.page_ids)
+        if self._graphs is not None and not plan.chunks and self._graphs.fits(len(plan.decode_rows)):
+            replayed = self._replay(self._graphs, plan.decode_rows, plan.decode_lens)
+            return LaunchedStep(replayed, [], plan.num_samples, self._device)
+        host = lay_out(plan, self._page_table.host, self._page_size)
         inputs = upload(host, self._device)
-        if len(plan.page_ids):
-            self._page_table[inputs.page_rows, inputs.page_cols] = inputs.page_ids
         num_decodes = len(plan.decode_rows)
         hidden = self._forward(num_decodes, host, inputs)
         scored = self._prompt_logprobs.score(plan.chunks, hidden[num_decodes:])
         sampled = self._sample(hidden, host, inputs) if len(host.sample_rows) else None
-        return LaunchedStep(sampled, scored, self._device)
+        return LaunchedStep(sampled, scored, plan.num_samples, self._device)
+
+    def _replay(self, graphs: DecodeGraphs, rows: Int32s, kv_lens: Int32s) -> Sampled:
+        drawn = graphs.replay(rows, kv_lens)
+        if self._sampler.are_plain(rows, kv_lens):
+            return Sampled(drawn)
+        # Somebody wants more: sample all of them again from the logits that the graph has left behind.
+        batch = SampleBatch(*graphs.inputs(len(rows)), rows, kv_lens)
+        return self._sampler.sample(self._graph_logits[: len(rows)], batch)
 
     def _forward(self, num_decodes: int, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Tensor:
         """Final hidden states [T, H]."""
@@ -73,40 +117,42 @@ class ModelRunner:
             rows=inputs.rows,
             kv_lens=inputs.kv_lens,
             query_starts=inputs.query_starts,
-            page_table=self._page_table,
+            page_table=self._page_table.tensor,
             rows_host=host.rows,
             kv_lens_host=host.kv_lens,
             query_starts_host=host.query_starts,
-            page_table_host=self._page_table_host,
+            page_table_host=self._page_table.host,
         )
         self._attention.plan(layout)
-        context = ForwardContext(
+        decode_ids = self._sampler.last_tokens[inputs.rows[:num_decodes]]
+        context = self._context(inputs.positions, inputs.slots.long())
+        return self._model(torch.cat((decode_ids, inputs.chunk_ids)), context)
+
+    def _context(self, positions: Tensor, slots: Tensor) -> ForwardContext:
+        return ForwardContext(
             ops=self._ops,
             attention=self._attention,
-            positions=inputs.positions,
-            slots=inputs.slots.long(),
+            positions=positions,
+            slots=slots,
             k_caches=self._k_caches,
             v_caches=self._v_caches,
         )
-        decode_ids = self._last_tokens[inputs.rows[:num_decodes]]
-        return self._model(torch.cat((decode_ids, inputs.chunk_ids)), context)
 
     def _sample(self, hidden: Tensor, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Sampled:
-        """Sample for the sequences that want it and remember their tokens."""
+        """Sample for the sequences that want it."""
         everywhere = len(host.sample_tokens) == len(hidden)
         logits = self._model.logits(hidden if everywhere else hidden[inputs.sample_tokens], self._ops)
         batch = SampleBatch(inputs.sample_rows, inputs.sample_lens, host.sample_rows, host.sample_lens)
-        sampled = self._sampler.sample(logits, batch)
-        self._last_tokens[inputs.sample_rows] = sampled.token_ids
-        return sampled
+        return self._sampler.sample(logits, batch)
 
 
 class LaunchedStep:
-    """A ``PendingStep`` whose results are on their way to the host."""
+    """A ``PendingStep`` whose results are on their way to the host. ``sampled`` has ``num_samples`` tokens or more."""
 
-    def __init__(self, sampled: Sampled | None, scored: list[ScoredChunk], device: torch.device):
+    def __init__(self, sampled: Sampled | None, scored: list[ScoredChunk], num_samples: int, device: torch.device):
         self._sampled = sampled.to_host() if sampled else None
         self._scored = [chunk.to_host() for chunk in scored]
+        self._num_samples = num_samples
         self._done = record_event(device)
 
     def result(self) -> StepResult:
@@ -114,15 +160,15 @@ class LaunchedStep:
             self._done.synchronize()
         prompt_logprobs = {chunk.row: chunk.messages() for chunk in self._scored} or None
         if self._sampled is None:
-            return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), prompt_logprobs=prompt_logprobs)
-        tokens = self._sampled.token_ids.numpy().astype(np.int32)
-        return StepResult(tokens, self._sampled.failed.numpy(), self._logprobs(len(tokens)), prompt_logprobs)
+            return StepResult(_NOTHING, np.zeros(0, np.bool_), prompt_logprobs=prompt_logprobs)
+        tokens, failed = self._sampled.drawn.numpy()[:, : self._num_samples]
+        return StepResult(tokens, failed.astype(np.bool_), self._logprobs(), prompt_logprobs)
 
-    def _logprobs(self, num_samples: int) -> list[TokenLogprobs | None] | None:
+    def _logprobs(self) -> list[TokenLogprobs | None] | None:
         assert self._sampled is not None
         if self._sampled.logprobs is None:
             return None
-        found: list[TokenLogprobs | None] = [None] * num_samples
+        found: list[TokenLogprobs | None] = [None] * self._num_samples
         for sample, message in zip(self._sampled.logprob_samples, self._sampled.logprobs.messages(), strict=True):
             found[sample] = message
         return found

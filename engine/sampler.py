@@ -1,14 +1,15 @@
 """From logits to tokens: per-request sampling rules applied to a whole batch at once.
 
-A draw depends on (seed, number of tokens before it) and the request's own logits only: the counter is hashed to a
-uniform number, which inverts the cumulative distribution in vocabulary order. No state advances, so the batch, chunks
-and retraction do not change what a seed gives.
+A draw depends on (seed, number of tokens before it) and the request's own logits only: no state advances, so the batch,
+chunks and retraction do not change what a seed gives. On a CPU the two numbers are hashed to a uniform one, which
+inverts the cumulative distribution in vocabulary order; on a device that has one, a ``DrawKernel`` chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.engine.logprobs import LogprobRows, logprob_rows
+from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import Int32s, RowSetup
 from radixserve.engine.token_counts import TokenCounts
 from radixserve.engine.transfer import to_device, to_host
+from radixserve.kernels.interface import DrawKernel
 
 # The largest probabilities looked at first to find the top-p set on a CPU, where sorting a vocabulary is slow.
 _TOP_P_HEAD = 256
@@ -41,27 +44,38 @@ class SampleBatch:
 class Sampled:
     """``logprobs`` are those of the samples ``logprob_samples`` (indices into S), if any asked."""
 
-    token_ids: Tensor  # int64 [S]
-    failed: Tensor  # bool [S]: logits were not finite; the token is meaningless
-    logprobs: LogprobRows | None
-    logprob_samples: NDArray[np.intp]
+    drawn: Tensor  # int32 [2, S or more]: token ids, then 1 where logits were not finite and the token is meaningless
+    logprobs: LogprobRows | None = None
+    logprob_samples: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.drawn[0]
+
+    @property
+    def failed(self) -> Tensor:
+        return self.drawn[1].bool()
 
     def to_host(self) -> Sampled:
         """The same on the host, once the copies that this starts are done."""
         logprobs = self.logprobs.to_host() if self.logprobs else None
-        return Sampled(to_host(self.token_ids), to_host(self.failed), logprobs, self.logprob_samples)
+        return Sampled(to_host(self.drawn), logprobs, self.logprob_samples)
 
 
 class Sampler:
-    """Owns the sampling rules of every row, on the device and (what decides which work is needed) on the host."""
+    """Owns every row's last token and its sampling rules, on the device and (what decides which work is needed) on the
+    host. The row after the last one is nobody's: a step that is padded to a certain size samples greedily for it."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, draw_kernel: DrawKernel | None = None):
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._device = device
         self._vocab_size = vocab_size
-        self._floats = torch.zeros(max_rows, len(_FLOATS), device=device)
-        self._seeds_top_ks = torch.zeros(max_rows, 2, dtype=torch.int64, device=device)
+        self._draw_kernel = draw_kernel
+        self._floats = torch.zeros(max_rows + 1, len(_FLOATS), device=device)
+        self._seeds_top_ks = torch.zeros(max_rows + 1, 2, dtype=torch.int64, device=device)
         self._counts = TokenCounts(max_rows, vocab_size, device)
         self._greedy = np.ones(max_rows, np.bool_)
+        self._plain = np.ones(max_rows, np.bool_)  # nothing but a temperature, but for min_tokens
         self._penalized = np.zeros(max_rows, np.bool_)
         self._biased = np.zeros(max_rows, np.bool_)
         self._top_k = np.zeros(max_rows, np.int64)
@@ -79,7 +93,10 @@ class Sampler:
         for setup in setups:
             self._set_host(setup)
         rows = to_device(np.array([setup.row for setup in setups]), self._device)
-        floats = [[getattr(setup.sampling, name) for name in _FLOATS] for setup in setups]
+        floats = [
+            [_effective_temperature(setup.sampling), *(getattr(setup.sampling, name) for name in _FLOATS[1:])]
+            for setup in setups
+        ]
         ints = [[_signed64(setup.seed), self._top_k[setup.row]] for setup in setups]
         self._floats.index_copy_(0, rows, to_device(np.array(floats, np.float32), self._device))
         self._seeds_top_ks.index_copy_(0, rows, to_device(np.array(ints, np.int64), self._device))
@@ -87,20 +104,25 @@ class Sampler:
             if setup.sampling.has_penalties:
                 self._counts.reset(setup.row, setup.token_ids, setup.prompt_len)
 
+    def are_plain(self, rows_host: Int32s, num_known_host: Int32s) -> bool:
+        """Whether ``draw_plain`` is all that these rows need now."""
+        return bool((self._plain[rows_host] & (num_known_host >= self._min_len[rows_host])).all())
+
+    def draw_plain(self, logits: Tensor, rows: Tensor, num_known: Tensor) -> Tensor:
+        """Only with a draw kernel: ``sample`` for rows without rules but a temperature, [2, S] as in ``Sampled``. May
+        be captured in a CUDA graph."""
+        assert self._draw_kernel is not None
+        temperatures, seeds = self._floats[:, 0], self._seeds_top_ks[:, 0]
+        return self._draw_kernel(logits, rows, temperatures, seeds, num_known, self.last_tokens)
+
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         """Choose a token for each row of ``logits`` [S, vocab] fp32, which is not changed."""
-        failed = ~logits.sum(dim=-1).isfinite()
         adjusted = self._adjust(logits, batch)
-        # max is several times faster than argmax on a CPU
-        tokens = adjusted.max(dim=-1).indices
-        drawn = np.flatnonzero(~self._greedy[batch.rows_host])
-        if len(drawn) == len(tokens):
-            tokens = self._draw(adjusted, batch.rows, batch.num_known, batch.rows_host)
-        elif len(drawn):
-            where = to_device(drawn, self._device)
-            rows, num_known = batch.rows[where], batch.num_known[where]
-            tokens[where] = self._draw(adjusted[where], rows, num_known, batch.rows_host[drawn])
-        tokens = tokens.masked_fill_(failed, 0)
+        if self._draw_kernel is None:
+            drawn = self._draw_on_cpu(adjusted, batch, failed=~logits.sum(dim=-1).isfinite())
+        else:
+            drawn = self.draw_plain(self._filter(adjusted, batch), batch.rows, batch.num_known)
+        tokens = drawn[0]
         if len(penalized := np.flatnonzero(self._penalized[batch.rows_host])):
             where = to_device(penalized, self._device)
             self._counts.add(batch.rows[where], tokens[where])
@@ -109,8 +131,8 @@ class Sampler:
         if len(wanting):
             where = to_device(wanting, self._device)
             num_top = self._num_top[batch.rows_host[wanting]].tolist()
-            logprobs = logprob_rows(logits[where], tokens[where], num_top)
-        return Sampled(tokens, failed, logprobs, wanting)
+            logprobs = logprob_rows(logits[where], tokens[where].long(), num_top)
+        return Sampled(drawn, logprobs, wanting)
 
     def _set_host(self, setup: RowSetup) -> None:
         row, sampling = setup.row, setup.sampling
@@ -124,6 +146,11 @@ class Sampler:
         self._min_len[row] = setup.prompt_len + sampling.min_tokens
         self._wants_logprobs[row] = sampling.logprobs is not None
         self._num_top[row] = sampling.logprobs or 0
+        special = sampling.has_penalties or bool(sampling.logit_bias) or sampling.logprobs is not None
+        self._plain[row] = not special and (sampling.greedy or not self._has_filter(row))
+
+    def _has_filter(self, rows: int | Int32s) -> Any:
+        return (self._top_k[rows] < self._vocab_size) | (self._top_p[rows] < 1.0) | (self._min_p[rows] > 0.0)
 
     def _adjust(self, logits: Tensor, batch: SampleBatch) -> Tensor:
         """Penalties, then logit_bias, then no end before min_tokens. Returns ``logits`` itself if nothing applies."""
@@ -162,17 +189,47 @@ class Sampler:
             np.fromiter(inside.values(), np.float32, len(inside)),
         )
 
-    def _draw(self, logits: Tensor, rows: Tensor, num_known: Tensor, rows_host: Int32s) -> Tensor:
-        """Draw one token for each row of logits [n, vocab] -> int64 [n]."""
+    def _filter(self, logits: Tensor, batch: SampleBatch) -> Tensor:
+        """-inf for what top-k, top-p and min-p leave out. Returns ``logits`` itself if nothing applies."""
+        rows = batch.rows_host
+        filtered = np.flatnonzero(~self._greedy[rows] & self._has_filter(rows))
+        if not len(filtered):
+            return logits
+        where = to_device(filtered, self._device)
+        part = logits[where]
+        dropped = self._probs(part, batch.rows[where], rows[filtered]) == 0.0
+        return logits.index_copy(0, where, part.masked_fill_(dropped, -torch.inf))
+
+    def _draw_on_cpu(self, logits: Tensor, batch: SampleBatch, failed: Tensor) -> Tensor:
+        # max is several times faster than argmax on a CPU
+        tokens = logits.max(dim=-1).indices
+        drawn = np.flatnonzero(~self._greedy[batch.rows_host])
+        if len(drawn) == len(tokens):
+            tokens = self._invert(logits, batch.rows, batch.num_known, batch.rows_host)
+        elif len(drawn):
+            where = to_device(drawn, self._device)
+            rows, num_known = batch.rows[where], batch.num_known[where]
+            tokens[where] = self._invert(logits[where], rows, num_known, batch.rows_host[drawn])
+        tokens = tokens.masked_fill_(failed, 0)
+        self.last_tokens[batch.rows] = tokens
+        return torch.stack((tokens, failed)).int()
+
+    def _probs(self, logits: Tensor, rows: Tensor, rows_host: Int32s) -> Tensor:
+        """Probabilities of logits [n, vocab] of rows that are not greedy; 0 for what the filters leave out. The others
+        do not add up to 1 then."""
         temperature, top_p, min_p = self._floats[rows, :3].chunk(3, dim=-1)
-        seeds, top_k = self._seeds_top_ks[rows].chunk(2, dim=-1)
-        probs = (logits / temperature.clamp(min=_MIN_TEMPERATURE)).softmax(dim=-1)
+        probs = (logits / temperature).softmax(dim=-1)
         keep_all_k = bool((self._top_k[rows_host] == self._vocab_size).all())
         if not (keep_all_k and (self._top_p[rows_host] >= 1.0).all()):
-            probs = self._keep_top(probs, top_k, top_p, rows_host)
+            probs = self._keep_top(probs, self._seeds_top_ks[rows, 1:], top_p, rows_host)
         if self._min_p[rows_host].any():
             probs = probs.where(probs >= min_p * probs.amax(dim=-1, keepdim=True), 0.0)
-        cumulative = probs.cumsum(dim=-1)
+        return probs
+
+    def _invert(self, logits: Tensor, rows: Tensor, num_known: Tensor, rows_host: Int32s) -> Tensor:
+        """Draw one token for each row of logits [n, vocab] -> int64 [n]."""
+        cumulative = self._probs(logits, rows, rows_host).cumsum(dim=-1)
+        seeds = self._seeds_top_ks[rows, :1]
         target = uniform(seeds, num_known[:, None]) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True)
         return tokens[:, 0].clamp_(max=self._vocab_size - 1)
@@ -215,6 +272,10 @@ def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed64(factor)
     x = x ^ ((x >> 31) & ((1 << 33) - 1))
     return ((x >> 41) & ((1 << 23) - 1)).float() * 2.0**-23
+
+
+def _effective_temperature(sampling: SamplingParams) -> float:
+    return 0.0 if sampling.greedy else max(sampling.temperature, _MIN_TEMPERATURE)
 
 
 def _signed64(value: int) -> int:

@@ -15,7 +15,7 @@ Array = TypeVar("Array", Int32s, Tensor)
 
 
 class StepInputs(NamedTuple, Generic[Array]):
-    """int32 throughout. T tokens, S sequences (decodes, then chunks), C tokens of chunks, N samples, P page writes."""
+    """int32 throughout. T tokens, S sequences (decodes, then chunks), C tokens of chunks, N samples."""
 
     positions: Array  # [T]
     slots: Array  # [T]
@@ -26,9 +26,6 @@ class StepInputs(NamedTuple, Generic[Array]):
     sample_tokens: Array  # [N], where in T the sampled sequences end
     sample_rows: Array  # [N]
     sample_lens: Array  # [N], tokens known before the sampled one
-    page_rows: Array  # [P]
-    page_cols: Array  # [P]
-    page_ids: Array  # [P]
 
 
 def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[Int32s]:
@@ -55,14 +52,15 @@ def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[In
         sample_tokens=query_starts[1:][samples] - 1,
         sample_rows=rows[samples],
         sample_lens=kv_lens[samples],
-        page_rows=plan.page_rows,
-        page_cols=plan.page_cols,
-        # A cell written twice has its last value both times, so that the order of writes on the device does not matter.
-        page_ids=page_table[plan.page_rows, plan.page_cols],
     )
 
 
 def upload(host: StepInputs[Int32s], device: torch.device) -> StepInputs[Tensor]:
-    """One copy; the results are views of it."""
-    packed = to_device(np.concatenate(host), device)
-    return StepInputs(*torch.split(packed, [len(array) for array in host]))
+    """One copy; the results are views of it, each aligned to 16 bytes: kernels are compiled for aligned tensors, and
+    compiled anew where one is not."""
+    starts = np.concatenate(([0], np.cumsum([-(-len(array) // 4) * 4 for array in host])))
+    packed = np.zeros(starts[-1], np.int32)
+    for start, array in zip(starts[:-1], host, strict=True):
+        packed[start : start + len(array)] = array
+    on_device = to_device(packed, device)
+    return StepInputs(*(on_device[start : start + len(a)] for start, a in zip(starts[:-1].tolist(), host, strict=True)))

@@ -40,35 +40,40 @@ class CudaOps:
             qkv, positions, cos_sin, slots, k_cache, v_cache, q_norm, k_norm, eps, pdl=self._pdl
         )
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is None and triton_linear.is_fused(x.shape[0], weight):
-            return triton_linear.fused_linear(x, weight, pdl=self._pdl)
-        return F.linear(x, weight, bias)
-
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32, device=hidden.device)
         if hidden.shape[0] == 1 and triton_linear.is_fused(1, weight):
-            return triton_linear.fused_linear(hidden, weight, dtype=torch.float32, pdl=self._pdl)
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return triton_linear.fused_linear(hidden, weight, out=out, pdl=self._pdl)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
 
     def project(
-        self, x: Tensor, pending: Tensor | None, norm: Tensor, eps: float, weight: Tensor, gated: bool = False
+        self,
+        stream: Tensor,
+        pending: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Norm of the residual stream (``x`` plus what is ``pending``) times weight.T; gated: [gate; up] weights, then
-        silu(gate) * up. Returns the stream, with nothing pending, and the product."""
-        fused = triton_linear.is_fused(x.shape[0], weight)
-        if fused and x.shape[0] == 1 and pending is None:
-            return x, triton_linear.fused_linear(x, weight, norm=norm, eps=eps, gated=gated, pdl=self._pdl)
+        num_tokens = stream.shape[0]
+        fused = bias is None and triton_linear.is_fused(num_tokens, weight)
+        if fused and num_tokens == 1 and pending is None:
+            product = triton_linear.fused_linear(stream, weight, norm=norm, eps=eps, gated=gated, pdl=self._pdl)
+            return stream, product
         if pending is None:
-            normed = self.rms_norm(x, norm, eps)
+            normed = self.rms_norm(stream, norm, eps)
         else:
-            normed, x = self.add_rms_norm(pending, x, norm, eps)
+            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
         if fused:
-            return x, triton_linear.fused_linear(normed, weight, gated=gated, pdl=self._pdl)
-        product = F.linear(normed, weight)
-        return x, self.silu_mul(product) if gated else product
+            return stream, triton_linear.fused_linear(normed, weight, gated=gated, pdl=self._pdl)
+        product = F.linear(normed, weight, bias)
+        return stream, self.silu_mul(product) if gated else product
 
-    def add_linear(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add y times weight.T to the stream ``x``: at once where that is free, else left pending for ``project``."""
-        if triton_linear.is_fused(y.shape[0], weight):
-            return triton_linear.fused_linear(y, weight, residual=x, pdl=self._pdl), None
-        return x, F.linear(y, weight)
+    def add_linear(
+        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if bias is None and triton_linear.is_fused(y.shape[0], weight):
+            return triton_linear.fused_linear(y, weight, residual=stream, pdl=self._pdl), None
+        return stream, F.linear(y, weight, bias)

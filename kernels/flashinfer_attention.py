@@ -1,6 +1,7 @@
 """Paged attention by FlashInfer: prompt chunks over their cached prefixes, and decodes as chunks of one token.
 
-Its planner runs on the host and needs host lengths, which a ``BatchLayout`` has; nothing here waits for the device.
+Its planner runs on the host and needs host lengths, which a ``BatchLayout`` has; it waits for nothing but the upload
+of the plan before.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ WORKSPACE_BYTES = 256 << 20  # split sequences leave their parts here
 class FlashInferAttention:
     """``AttentionKernel`` for any mix of decodes and chunks. Owns FlashInfer's workspace and the plan of the step."""
 
+    plans_on_device = False
+
     def __init__(self, shape: AttentionShape, device: torch.device):
         self._shape = shape
         self._device = device
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        # The planner reuses one piece of pinned memory, from which the last plan may still be on its way.
+        self._planned = torch.cuda.Event()
 
     def plan(self, layout: BatchLayout) -> None:
         self.plan_from(layout, 0)
 
     def plan_from(self, layout: BatchLayout, first: int) -> None:
         """Plan the sequences ``first ..`` only; ``run`` then takes their queries only."""
+        self._planned.synchronize()
         rows, kv_lens = layout.rows_host[first:], layout.kv_lens_host[first:]
         starts = layout.query_starts_host[first:] - layout.query_starts_host[first]
         num_pages = -(-kv_lens // layout.page_size)
@@ -51,6 +57,7 @@ class FlashInferAttention:
             max_token_per_sequence=int(np.diff(starts).max()),
             seq_lens=torch.from_numpy(kv_lens.astype(np.int32)),
         )
+        self._planned.record()
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         out = torch.empty_like(q)

@@ -47,7 +47,13 @@ class BatchLayout:
 
 
 class AttentionKernel(Protocol):
-    """Causal attention of each sequence's queries over its own pages (grouped-query heads, no gathering copy)."""
+    """Causal attention of each sequence's queries over its own pages (grouped-query heads, no gathering copy).
+
+    ``plans_on_device``: a step of decodes alone is planned from the layout's tensors only, so that ``plan`` and ``run``
+    may be captured in a CUDA graph and the layout's host arrays may be empty.
+    """
+
+    plans_on_device: bool
 
     def plan(self, layout: BatchLayout) -> None:
         """Prepare one step; called once before the layers run."""
@@ -89,10 +95,56 @@ class Ops(Protocol):
         Slots below 0 are padding and are not stored."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] @ weight[out, in].T (+ bias)."""
+    def project(
+        self,
+        stream: Tensor,  # [T, H], the residual stream; may be overwritten
+        pending: Tensor | None,  # [T, H], what is still to be added to it
+        norm: Tensor,  # [H]
+        eps: float,
+        weight: Tensor,  # [out, H]; gated: [2 out, H], first the gates
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (the stream with nothing pending, rms_norm(stream) @ weight.T (+ bias) [T, out]), or, if ``gated``,
+        silu(gate) * up of that product."""
         ...
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden [S, H] @ weight[vocab, H].T -> fp32 [S, vocab], not rounded to a narrower type where it is largest."""
+    def add_linear(
+        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add y [T, in] @ weight[H, in].T (+ bias) to the stream: at once where that is free, else left pending for
+        ``project``. Return (stream, pending)."""
+        ...
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [S, H] @ weight[vocab, H].T -> fp32 [S, vocab], not rounded to a narrower type where it is largest.
+        ``out``: where to put them; only where a CUDA graph is to be captured."""
+        ...
+
+
+class DecodeInputs(Protocol):
+    """What a step of decodes alone needs before its first layer, found on the device, so that a graph may hold it."""
+
+    def __call__(
+        self, rows: Tensor, kv_lens: Tensor, page_table: Tensor, last_tokens: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """rows, kv_lens int32 [S], page_table int32 [max_rows, max_pages], last_tokens int64 by row. Returns ids int64,
+        positions int32 and slots int64, [S] each. A kv_len of 0 is padding: position 0, slot -1."""
+        ...
+
+
+class DrawKernel(Protocol):
+    """Chooses tokens on the device in one pass, so that a CUDA graph may hold it."""
+
+    def __call__(
+        self,
+        logits: Tensor,  # [S, vocab]
+        rows: Tensor,  # int32 [S]
+        temperatures: Tensor,  # fp32 by row; 0 is greedy
+        seeds: Tensor,  # int64 by row
+        num_known: Tensor,  # int32 [S]: tokens before the one to choose
+        last_tokens: Tensor,  # int64 by row, gets the tokens
+    ) -> Tensor:
+        """int32 [2, S]: token ids, then 1 where logits were not finite (the token is 0 there). A draw depends on the
+        row's logits, temperature, seed and number of known tokens only."""
         ...

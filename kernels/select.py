@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from radixserve.kernels.interface import AttentionKernel, AttentionShape, Ops
+from radixserve.kernels.interface import AttentionKernel, AttentionShape, DecodeInputs, DrawKernel, Ops
 from radixserve.kernels.torch_attention import TorchAttention
 from radixserve.kernels.torch_ops import TorchOps
+
+# What FlashInfer has kernels for.
+_HEAD_DIMS = (64, 128, 256)
+_HALF_TYPES = (torch.bfloat16, torch.float16)
+# Query heads that share a key-value head: the rows of one tensor-core product.
+_MAX_GROUP = 16
 
 
 class BackendUnavailable(Exception):
     """A kernel backend cannot be used here; the message says why and what to do."""
 
 
-def select_ops(device: torch.device) -> Ops:
-    """Pointwise operations for ``device``."""
-    return TorchOps()
+def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """Operations of a layer for ``device`` and activations of ``dtype``."""
+    if device.type != "cuda" or dtype not in _HALF_TYPES:
+        return TorchOps()
+    from radixserve.kernels.cuda_ops import CudaOps  # Triton comes with torch for CUDA only
+
+    return CudaOps(pdl=_has_pdl(device))
 
 
-def select_attention(backend: str, shape: AttentionShape, device: torch.device) -> AttentionKernel:
-    """The attention kernel named by ``--attention-backend``. Raises ``BackendUnavailable``."""
-    match backend:
-        case "auto" | "torch":
-            return TorchAttention(shape, device)
-    raise BackendUnavailable(f"attention backend {backend!r} is not available on {device.type}; use auto or torch")
+def select_draw(device: torch.device) -> DrawKernel | None:
+    """The kernel that draws tokens, or None where torch's operations do it."""
+    if device.type != "cuda":
+        return None
+    from radixserve.kernels.triton_sampling import sample
+
+    return partial(sample, pdl=_has_pdl(device))
+
+
+def select_decode_inputs(device: torch.device) -> DecodeInputs | None:
+    """The kernel that starts a captured step, or None where there are no graphs."""
+    if device.type != "cuda":
+        return None
+    from radixserve.kernels.triton_step import decode_inputs
+
+    return decode_inputs
+
+
+def select_attention(backend: str, shape: AttentionShape, device: torch.device, max_seqs: int) -> AttentionKernel:
+    """The attention kernel named by ``--attention-backend``, for steps of up to ``max_seqs`` sequences. Raises
+    ``BackendUnavailable``."""
+    fits = device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in _HEAD_DIMS
+    if backend == "torch" or (backend == "auto" and not fits):
+        return TorchAttention(shape, device)
+    if not fits:
+        raise BackendUnavailable(
+            f"attention backend {backend!r} needs a CUDA device, bfloat16 or float16, and heads of "
+            f"{', '.join(map(str, _HEAD_DIMS))} values; here are {device.type}, {shape.dtype} and {shape.head_dim}. "
+            f"Use --attention-backend torch"
+        )
+    return _cuda_attention(backend, shape, device, max_seqs)
+
+
+def _cuda_attention(backend: str, shape: AttentionShape, device: torch.device, max_seqs: int) -> AttentionKernel:
+    try:
+        from radixserve.kernels.flashinfer_attention import FlashInferAttention
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"attention on CUDA needs FlashInfer, which cannot be imported ({error}): install radixserve[cuda], or use "
+            f"--attention-backend torch"
+        ) from error
+    chunks = FlashInferAttention(shape, device)
+    if backend == "flashinfer" or shape.num_heads // shape.num_kv_heads > _MAX_GROUP:
+        return chunks
+    from radixserve.kernels.split_attention import SplitAttention
+    from radixserve.kernels.triton_attention import TritonDecodeAttention
+
+    decodes = TritonDecodeAttention(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, max_seqs, device, pdl=_has_pdl(device)
+    )
+    return SplitAttention(decodes, chunks)
+
+
+def _has_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)

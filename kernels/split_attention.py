@@ -14,6 +14,8 @@ class SplitAttention:
     """``AttentionKernel``: decodes by ``decodes``, chunks by ``chunks``. A step of decodes only needs no host plan, so
     its ``plan`` and ``run`` may be captured in a CUDA graph."""
 
+    plans_on_device = True
+
     def __init__(self, decodes: TritonDecodeAttention, chunks: FlashInferAttention):
         self._decodes, self._chunks = decodes, chunks
         self._num_decodes = self._num_sequences = 0

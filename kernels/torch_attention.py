@@ -47,6 +47,8 @@ class _Chunk:
 class TorchAttention:
     """``AttentionKernel`` on torch's scaled dot-product attention; holds the plan of the current step."""
 
+    plans_on_device = False
+
     def __init__(self, shape: AttentionShape, device: torch.device):
         self._shape = shape
         self._device = device

@@ -47,11 +47,31 @@ class TorchOps:
         _store(q_and_k[:, q_heads:], v, slots, k_cache, v_cache)
         return q_and_k[:, :q_heads]
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def project(
+        self,
+        stream: Tensor,
+        pending: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        if pending is None:
+            normed = self.rms_norm(stream, norm, eps)
+        else:
+            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        product = F.linear(normed, weight, bias)
+        return stream, self.silu_mul(product) if gated else product
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def add_linear(
+        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return stream, F.linear(y, weight, bias)
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """bf16 keeps 8 bits: logits near 16 would be multiples of 1/16, and ties between the best ones common."""
+        assert out is None, "nothing here is captured in graphs"
         if hidden.dtype == torch.float32:
             return F.linear(hidden, weight)
         if hidden.is_cuda:

@@ -159,13 +159,14 @@ def fused_linear(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,  # [M, N]
-    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,  # [M, N], of x's type by default
     pdl: bool = True,
 ) -> Tensor:
     """rms_norm(x) (if ``norm``) times weight.T, then silu(gate) * up (if ``gated``), plus ``residual``: [M, N]."""
     m, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    out = torch.empty(m, n, dtype=dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
     options: dict[str, Any] = {"GATED": gated, "ADD": residual is not None, "PDL": pdl, "launch_pdl": pdl}
     if m == 1:

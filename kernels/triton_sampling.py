@@ -88,8 +88,7 @@ def _best_of_row(
     best_ptr,
     best_id_ptr,
     rows_ptr,
-    tokens_ptr,  # int64 [samples] out
-    failed_ptr,  # bool [samples] out
+    drawn_ptr,  # int32 [2, samples] out: token ids, then 1 where logits were not finite
     last_tokens_ptr,  # int64 [max_rows] out
     vocab,
     blocks,
@@ -107,8 +106,8 @@ def _best_of_row(
     top = tl.max(best, 0)
     failed = (top == float("inf")) | (top == float("-inf"))
     token = tl.where(failed, 0, tl.min(tl.where(best == top, ids, vocab - 1), 0)).to(tl.int64)
-    tl.store(tokens_ptr + sample, token)
-    tl.store(failed_ptr + sample, failed)
+    tl.store(drawn_ptr + sample, token.to(tl.int32))
+    tl.store(drawn_ptr + tl.num_programs(0) + sample, failed.to(tl.int32))
     tl.store(last_tokens_ptr + tl.load(rows_ptr + sample), token)
 
 
@@ -120,14 +119,13 @@ def sample(
     num_known: Tensor,  # int32 [S]: tokens before the one to sample
     last_tokens: Tensor,  # int64 [max_rows], gets the sampled tokens
     pdl: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Token ids int64 [S], and failed bool [S]: a NaN or +inf among the logits, or none that is finite (token 0)."""
+) -> Tensor:
+    """See ``DrawKernel``. Not finite: a NaN or +inf among the logits, or -inf alone."""
     samples, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty(samples, blocks, dtype=torch.float32, device=logits.device)
     best_id = torch.empty(samples, blocks, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(samples, dtype=torch.int64, device=logits.device)
-    failed = torch.empty(samples, dtype=torch.bool, device=logits.device)
+    drawn = torch.empty(2, samples, dtype=torch.int32, device=logits.device)
     _best_of_block[(blocks, samples)](
         logits,
         rows,
@@ -149,8 +147,7 @@ def sample(
         best,
         best_id,
         rows,
-        tokens,
-        failed,
+        drawn,
         last_tokens,
         vocab,
         blocks,
@@ -159,4 +156,4 @@ def sample(
         num_warps=1,
         launch_pdl=pdl,
     )
-    return tokens, failed
+    return drawn

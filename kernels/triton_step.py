@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _decode_inputs(
     rows_ptr,  # int32 [S]
     kv_lens_ptr,  # int32 [S]

@@ -6,12 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from radixserve.engine.layers.norm import RMSNorm
+from radixserve.engine.layers.parameter import empty_parameter
 from radixserve.kernels.interface import Ops
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Storage without values, on the device of the enclosing ``torch.device`` context; a loader fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 class Linear(nn.Module):
@@ -22,8 +19,15 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features, dtype=dtype)
         self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+    def after_norm(
+        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Apply to the norm of the residual stream, see ``Ops.project``: (the stream, the product)."""
+        return ops.project(stream, pending, norm.weight, norm.eps, self.weight, self.bias, gated)
+
+    def add_to(self, stream: Tensor, x: Tensor, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """Add the product to the residual stream, see ``Ops.add_linear``: (the stream, what is pending)."""
+        return ops.add_linear(stream, x, self.weight, self.bias)
 
 
 class MergedLinear(Linear):

@@ -1,11 +1,11 @@
-"""RMS norm that also carries the residual stream."""
+"""RMS norm, of the residual stream or of single heads."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from radixserve.engine.layers.linear import empty_parameter
+from radixserve.engine.layers.parameter import empty_parameter
 from radixserve.kernels.interface import Ops
 
 
@@ -17,9 +17,8 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=dtype)
         self.eps = eps
 
-    def forward(self, x: Tensor, residual: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to the residual stream (which starts with it) and return (norm of the stream, the stream).
-        May overwrite both."""
-        if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, stream: Tensor, pending: Tensor | None, ops: Ops) -> Tensor:
+        """Norm of the stream with what is ``pending`` added. May overwrite both."""
+        if pending is None:
+            return ops.rms_norm(stream, self.weight, self.eps)
+        return ops.add_rms_norm(pending, stream, self.weight, self.eps)[0]

@@ -25,11 +25,14 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype=dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype=dtype) if spec.qk_norm else None
 
-    def forward(self, hidden: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
+    def forward(
+        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, cos_sin: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add attention over the normed stream [T, H] to the stream."""
         k_cache, v_cache = ctx.k_caches[self.index], ctx.v_caches[self.index]
+        stream, qkv = self.qkv_proj.after_norm(stream, pending, norm, ctx.ops)
         q = ctx.ops.rope_store(
-            self.qkv_proj(hidden, ctx.ops),
+            qkv,
             ctx.positions,
             cos_sin,
             ctx.slots,
@@ -39,8 +42,8 @@ class SelfAttention(nn.Module):
             self.k_norm.weight if self.k_norm else None,
             self.eps,
         )
-        attended: Tensor = self.o_proj(ctx.attention.run(q, k_cache, v_cache).flatten(1), ctx.ops)
-        return attended
+        attended = ctx.attention.run(q, k_cache, v_cache).flatten(1)
+        return self.o_proj.add_to(stream, attended, ctx.ops)
 
 
 class GatedMLP(nn.Module):
@@ -52,7 +55,9 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedLinear(spec.hidden_size, {"gate_proj": size, "up_proj": size}, dtype=dtype)
         self.down_proj = Linear(size, spec.hidden_size, dtype=dtype)
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
-        out: Tensor = self.down_proj(ctx.ops.silu_mul(self.gate_up_proj(hidden, ctx.ops)), ctx.ops)
-        return out
+    def forward(
+        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add the network's answer to the normed stream [T, H] to the stream."""
+        stream, inner = self.gate_up_proj.after_norm(stream, pending, norm, ctx.ops, gated=True)
+        return self.down_proj.add_to(stream, inner, ctx.ops)

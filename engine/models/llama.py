@@ -28,13 +28,12 @@ class LlamaLayer(nn.Module):
         self.mlp = GatedMLP(spec, dtype)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, cos_sin: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [T, H]: what the layer before still has to add to ``residual`` [T, H]; returns the same pair."""
-        hidden, residual = self.input_layernorm(hidden, residual, ctx.ops)
-        hidden = self.self_attn(hidden, cos_sin, ctx)
-        hidden, residual = self.post_attention_layernorm(hidden, residual, ctx.ops)
-        return self.mlp(hidden, ctx), residual
+        self, stream: Tensor, pending: Tensor | None, cos_sin: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [T, H] and what is still to be added to it; returns the same pair."""
+        stream, pending = self.self_attn(stream, pending, self.input_layernorm, cos_sin, ctx)
+        stream, pending = self.mlp(stream, pending, self.post_attention_layernorm, ctx)
+        return stream, pending
 
 
 class LlamaTrunk(nn.Module):
@@ -47,10 +46,10 @@ class LlamaTrunk(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype=dtype)
 
     def forward(self, ids: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden, residual = self.embed_tokens(ids), None
+        stream, pending = self.embed_tokens(ids), None
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, cos_sin, ctx)
-        normed: Tensor = self.norm(hidden, residual, ctx.ops)[0]
+            stream, pending = layer(stream, pending, cos_sin, ctx)
+        normed: Tensor = self.norm(stream, pending, ctx.ops)
         return normed
 
 
@@ -68,7 +67,7 @@ class LlamaForCausalLM(nn.Module):
         hidden: Tensor = self.model(ids, self.cos_sin, ctx)
         return hidden
 
-    def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
+    def logits(self, hidden: Tensor, ops: Ops, out: Tensor | None = None) -> Tensor:
         """hidden [S, H] -> fp32 [S, vocab]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return ops.logits(hidden, head.weight)
+        return ops.logits(hidden, head.weight, out)

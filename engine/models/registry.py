@@ -21,8 +21,8 @@ class CausalLM(Protocol):
         """ids int [T] -> final hidden states [T, H]; keys and values go to the caches of ``ctx``."""
         ...
 
-    def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
-        """hidden [S, H] -> fp32 [S, vocab]."""
+    def logits(self, hidden: Tensor, ops: Ops, out: Tensor | None = None) -> Tensor:
+        """hidden [S, H] -> fp32 [S, vocab], see ``Ops.logits``."""
         ...
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from radixserve.engine.errors import ConfigError
+from radixserve.server.bench.arguments import positive, span, write_json
 from radixserve.server.bench.load import Workload, run_load
 
 
@@ -36,9 +36,8 @@ def run(arguments: Sequence[str]) -> int:
         print(f"  {name:<20} {value:>12,.2f}")
     for error in sorted({sample.error for sample in report.samples if sample.error}):
         print(f"  error: {error}")
-    if options.json:
-        facts = {"clients": workload.clients, "model": workload.model, "seed": workload.seed, **summary}
-        options.json.write_text(json.dumps(facts, indent=2) + "\n")
+    facts = {"clients": workload.clients, "model": workload.model, "seed": workload.seed, **summary}
+    write_json(options.json, facts)
     return 1 if summary["errors"] else 0
 
 
@@ -47,30 +46,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="server under test (default: %(default)s)")
     add("--model", help="model name to send (default: the first that the server lists)")
-    add("--clients", type=_positive, default=8, help="clients at the same time (default: %(default)s)")
-    add("--requests", type=_positive, help="requests in all (default: 4 for each client)")
-    add("--prompt-words", type=_span, default=(64, 512), metavar="LOW:HIGH", help="words a prompt (default: 64:512)")
-    add("--max-tokens", type=_span, default=(64, 512), metavar="LOW:HIGH", help="tokens an answer (default: 64:512)")
-    add("--processes", type=_positive, default=1, help="client processes (default: %(default)s)")
+    add("--clients", type=positive, default=8, help="clients at the same time (default: %(default)s)")
+    add("--requests", type=positive, help="requests in all (default: 4 for each client)")
+    add("--prompt-words", type=span, default=(64, 512), metavar="LOW:HIGH", help="words a prompt (default: 64:512)")
+    add("--max-tokens", type=span, default=(64, 512), metavar="LOW:HIGH", help="tokens an answer (default: 64:512)")
+    add("--processes", type=positive, default=1, help="client processes (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="key to send (default: $OPENAI_API_KEY)")
     add("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _span(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    span = _positive(low), _positive(high or low)
-    if span[0] > span[1]:
-        raise argparse.ArgumentTypeError(f"{text}: the first number is the larger one")
-    return span
 
 
 def _first_model(url: str, api_key: str | None) -> str:

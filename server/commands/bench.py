@@ -9,6 +9,8 @@ from radixserve.engine.errors import ConfigError
 
 BENCHMARKS = {
     "serve": "load on a running server: tokens/s, TTFT and time between chunks",
+    "offline": "many requests at once, without a server: tokens/s",
+    "latency": "one request at a time, without a server: ms a token",
 }
 
 

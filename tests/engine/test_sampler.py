@@ -12,14 +12,36 @@ from torch import Tensor
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, uniform
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import RowSetup
+from radixserve.kernels.interface import DrawKernel
+from radixserve.kernels.select import select_draw
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CPU = torch.device("cpu")
 VOCAB = 12
 EOS = 3
 
 
+def draw_in_torch(
+    logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, num_known: Tensor, last_tokens: Tensor
+) -> Tensor:
+    """A ``DrawKernel`` for the CPU."""
+    vocab = logits.shape[1]
+    numbers = uniform(seeds[rows, None], num_known[:, None] * vocab + torch.arange(vocab))
+    gumbel = -torch.log(-torch.log(numbers.clamp(min=1e-12)))
+    temperature = temperatures[rows, None]
+    scores = torch.where(temperature > 0, logits / temperature.clamp(min=1e-9) + gumbel, logits)
+    failed = logits.isnan().any(1) | (logits.amax(1).isinf())
+    tokens = scores.nan_to_num().max(1).indices.masked_fill(failed, 0)
+    last_tokens[rows] = tokens
+    return torch.stack((tokens, failed)).int()
+
+
 class Rows:
     """A sampler with one row for each request."""
+
+    device = CPU
+    draw_kernel: DrawKernel | None = None
 
     def __init__(
         self,
@@ -28,7 +50,7 @@ class Rows:
         known: tuple[int, ...] = (1, 2),
         vocab: int = VOCAB,
     ):
-        self.sampler = Sampler(64, vocab, CPU)
+        self.sampler = Sampler(64, vocab, self.device, type(self).draw_kernel)
         ids = np.array(known, np.int32)
         self.sampler.set_rows(
             [
@@ -40,11 +62,24 @@ class Rows:
     def sample(self, logits: Tensor, rows: list[int] | None = None, num_known: int = 2) -> Sampled:
         rows_host = np.array(range(len(logits)) if rows is None else rows, np.int32)
         lens = np.full(len(rows_host), num_known, np.int32)
-        batch = SampleBatch(torch.from_numpy(rows_host), torch.from_numpy(lens), rows_host, lens)
-        return self.sampler.sample(logits, batch)
+        on_device = (torch.from_numpy(array).to(self.device) for array in (rows_host, lens))
+        return self.sampler.sample(logits.to(self.device), SampleBatch(*on_device, rows_host, lens))
 
     def tokens(self, logits: Tensor, **options: Any) -> list[int]:
         return self.sample(logits, **options).token_ids.tolist()
+
+
+@pytest.fixture(autouse=True, params=["torch", "draw kernel", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every rule holds on a CPU, and where a kernel draws."""
+    name: str = request.param
+    if name == "draw kernel":
+        monkeypatch.setattr(Rows, "draw_kernel", staticmethod(draw_in_torch))
+    elif name == "cuda":
+        device = torch.device("cuda")
+        monkeypatch.setattr(Rows, "device", device)
+        monkeypatch.setattr(Rows, "draw_kernel", select_draw(device))
+    return name
 
 
 def some_logits(rows: int = 1, vocab: int = VOCAB) -> Tensor:
@@ -56,9 +91,10 @@ def frequencies(sampling: SamplingParams, logits: Tensor, draws: int = 4000) -> 
     rows = Rows(sampling, vocab=len(logits))
     row = np.zeros(draws, np.int32)
     lens = np.arange(2, draws + 2, dtype=np.int32)
-    batch = SampleBatch(torch.from_numpy(row), torch.from_numpy(lens), row, lens)
-    tokens = rows.sampler.sample(logits.expand(draws, -1), batch).token_ids
-    return torch.bincount(tokens, minlength=len(logits)) / draws
+    on_device = (torch.from_numpy(array).to(Rows.device) for array in (row, lens))
+    batch = SampleBatch(*on_device, row, lens)
+    tokens = rows.sampler.sample(logits.to(Rows.device).expand(draws, -1), batch).token_ids
+    return torch.bincount(tokens.cpu(), minlength=len(logits)) / draws
 
 
 def sampled(**rules: Any) -> SamplingParams:
@@ -222,12 +258,38 @@ def test_a_row_forgets_the_rules_of_its_last_request() -> None:
     assert rows.tokens(logits) == logits.argmax(-1).tolist()
 
 
+def test_last_tokens_are_those_of_the_rows() -> None:
+    logits = some_logits(3)
+    rows = Rows(*[sampled(temperature=0)] * 5)
+    tokens = rows.tokens(logits, rows=[4, 0, 2])
+    assert rows.sampler.last_tokens[[4, 0, 2]].tolist() == tokens
+
+
+def test_rows_are_plain_that_need_no_more_than_a_temperature() -> None:
+    rules = [
+        sampled(temperature=0), sampled(temperature=0.7), sampled(temperature=0, top_p=0.5), sampled(top_k=1),
+        sampled(top_p=0.9), sampled(min_p=0.1), sampled(top_k=5), sampled(logprobs=0), sampled(logit_bias={1: 1.0}),
+        sampled(presence_penalty=1.0), sampled(min_tokens=3),
+    ]  # fmt: skip
+    sampler = Rows(*rules).sampler
+
+    def plain(num_known: int) -> list[bool]:
+        lens = np.full(1, num_known, np.int32)
+        return [sampler.are_plain(np.array([row], np.int32), lens) for row in range(len(rules))]
+
+    assert plain(2) == [True] * 4 + [False] * 7
+    assert plain(5) == [True] * 4 + [False] * 6 + [True]
+    assert not sampler.are_plain(np.arange(5, dtype=np.int32), np.full(5, 2, np.int32))
+
+
 # ---- failures and logprobs ----
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_the_row_with_bad_logits_fails(value: float, temperature: float) -> None:
+def test_only_the_row_with_bad_logits_fails(value: float, temperature: float, implementation: str) -> None:
+    if value == -torch.inf and implementation != "torch":
+        pytest.skip("a kernel minds -inf only where all logits are")
     logits = some_logits(3)
     good = Rows(*[sampled(temperature=temperature)] * 3).tokens(logits)
     logits[1, 4] = value
@@ -242,7 +304,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     rules = sampled(temperature=0.3, top_k=2, logprobs=4, logit_bias={1: 20.0}, repetition_penalty=1.4)
     result = Rows(rules, sampled(), sampled(temperature=0, logprobs=0)).sample(logits)
     assert result.logprobs is not None and result.logprob_samples.tolist() == [0, 2]
-    first, last = result.logprobs.messages()
+    first, last = result.logprobs.to_host().messages()
     expected = logits.log_softmax(-1)
     assert first.rank == 1 + int((expected[0] > expected[0, 1]).sum()) and last.rank == 1
     assert first.token_id == 1 and first.logprob == pytest.approx(float(expected[0, 1]), abs=1e-5)

@@ -164,7 +164,7 @@ def test_sampling_is_greedy_at_zero_temperature_and_flags_bad_rows() -> None:
     rows = torch.tensor([3, 1, 2, 7, 0, 5], device=DEVICE, dtype=torch.int32)
     zeros, last_tokens = torch.zeros(8, device=DEVICE), torch.full((8,), -7, device=DEVICE)
     tokens, failed = sample(logits, rows, zeros, zeros.long(), zeros[:6].int(), last_tokens)
-    assert failed.tolist() == [False, True, True, True, False, False]
+    assert failed.tolist() == [0, 1, 1, 1, 0, 0]
     assert tokens[0] == logits[0].argmax() and tokens[4] == 151_935 and tokens[5] == 9
     assert last_tokens.tolist() == [151_935, 0, 0, int(tokens[0]), -7, 9, -7, 0]
 

@@ -1,0 +1,11 @@
+"""Storage of weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Storage without values, on the device of the enclosing ``torch.device`` context; a loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

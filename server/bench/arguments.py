@@ -1,0 +1,44 @@
+"""Flags of the benchmarks, and where their figures go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from radixserve.configs.sources import OptionError
+from radixserve.engine.errors import ConfigError
+from radixserve.server.commands.serve import parse_flags, read_config
+
+
+def engine_options(arguments: Sequence[str], **defaults: Any) -> dict[str, Any]:
+    """Options for ``LLM`` from the flags (and variables) of ``radixserve serve``."""
+    try:
+        config = read_config(parse_flags(arguments), os.environ)
+    except OptionError as error:
+        raise ConfigError(str(error)) from error
+    return {**defaults, **config.model_dump(exclude_unset=True)}
+
+
+def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def span(text: str) -> tuple[int, int]:
+    """LOW:HIGH, or one number for both."""
+    low, _, high = text.partition(":")
+    bounds = positive(low), positive(high or low)
+    if bounds[0] > bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text}: the first number is the larger one")
+    return bounds

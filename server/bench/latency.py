@@ -1,0 +1,69 @@
+"""``radixserve bench latency``: milliseconds a token of the engine alone, one request at a time.
+
+Options of ``radixserve serve`` are understood as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import radixserve
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.server.bench.arguments import engine_options, positive, write_json
+
+_VOCAB = 10_000  # random ids lie below
+
+
+def run(arguments: Sequence[str]) -> int:
+    options, rest = _parser().parse_known_args(arguments)
+    rng = random.Random(options.seed)  # noqa: S311 (not for secrets)
+    start = time.perf_counter()
+    with radixserve.LLM(**engine_options(rest, max_model_len=4096)) as llm:
+
+        def seconds(num_tokens: int) -> float:
+            prompt = [rng.randrange(_VOCAB) for _ in range(options.input_len)]
+            began = time.perf_counter()
+            llm.generate(prompt, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens))
+            return time.perf_counter() - began
+
+        seconds(1)
+        ready_s = time.perf_counter() - start
+        seconds(options.output_len)
+        whole_s = [seconds(options.output_len) for _ in range(options.rounds)]
+        first_s = [seconds(1) for _ in range(options.rounds)]
+    first, whole = statistics.median(first_s), statistics.median(whole_s)
+    per_token = whole / options.output_len
+    between = (whole - first) / max(1, options.output_len - 1)
+    print(llm.description)
+    print(f"{options.input_len} tokens in, {options.output_len} out, median of {options.rounds}; ready {ready_s:.1f} s")
+    print(f"  whole request      {1e3 * whole:9.2f} ms, {1e3 * per_token:.3f} ms a token")
+    print(f"  first token        {1e3 * first:9.2f} ms")
+    print(f"  each further token {1e3 * between:9.3f} ms")
+    facts = {
+        "engine": llm.description,
+        "prompt_tokens": options.input_len,
+        "generated_tokens": options.output_len,
+        "ready_s": round(ready_s, 3),
+        "request_ms": [round(1e3 * value, 3) for value in whole_s],
+        "ms_per_token": round(1e3 * per_token, 4),
+        "first_token_ms": round(1e3 * first, 3),
+        "ms_per_further_token": round(1e3 * between, 4),
+    }
+    write_json(options.json, facts)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="radixserve bench latency", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)")
+    add("--output-len", type=positive, default=257, metavar="N", help="tokens out, greedy (default: %(default)s)")
+    add("--rounds", type=positive, default=5, help="timed requests, after one to warm up (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    return parser

@@ -1,0 +1,148 @@
+"""The whole engine on a CUDA device against transformers: graphs, mixed steps, caching and cutting change no answer.
+
+bf16 on the device and fp32 in transformers round differently, so a token counts as right when transformers' logit for
+it is at most ``TIE`` standard deviations of the logits below the best one; nearly all must be the best one itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from radixserve.engine.llm import LLM, Completion
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.tests.engine import tiny_models
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+TIE = 0.25
+MOST = 0.9
+NUM_TOKENS = 24
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "initializer_range": 0.08,
+}
+BASE = tiny_models.random_ids(90, seed=0)
+PROMPTS = [
+    tiny_models.random_ids(1, seed=1),
+    tiny_models.random_ids(33, seed=2),
+    BASE[:40],
+    BASE[:64],
+    BASE + tiny_models.random_ids(50, seed=3),
+    BASE + tiny_models.random_ids(20, seed=4),
+    tiny_models.random_ids(200, seed=5),
+]
+
+
+class Model:
+    """A random model on disk, and transformers' view of its bf16 weights."""
+
+    def __init__(self, variant: str, folder: Path):
+        self.oracle = tiny_models.make(variant, **SIZES).bfloat16().float()
+        self.folder = tiny_models.save(self.oracle, folder)
+
+    def open(self, **options: Any) -> LLM:
+        return LLM(str(self.folder), **{"device": "cuda", "num_pages": 2048, "max_num_seqs": 12, **options})
+
+    def check(self, completions: list[Completion]) -> None:
+        exact: list[torch.Tensor] = []
+        for completion in completions:
+            assert len(completion.token_ids) == NUM_TOKENS, completion.error
+            ids = completion.prompt_token_ids + completion.token_ids
+            logits = tiny_models.logits(self.oracle, ids)[-NUM_TOKENS - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            gaps = (logits.amax(1) - chosen) / logits.std(1)
+            assert float(gaps.max()) < TIE
+            exact.append(gaps == 0)
+        assert float(torch.cat(exact).float().mean()) > MOST
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "llama-bias"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def greedy(**rules: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **rules)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 1},
+        {"page_size": 16, "max_num_batched_tokens": 48},
+        {"page_size": 64, "enforce_eager": True},
+        {"page_size": 16, "enforce_eager": True, "max_num_batched_tokens": 48},
+        {"page_size": 16, "attention_backend": "flashinfer"},
+        {"page_size": 4, "num_pages": 70},  # somebody is retracted
+    ],
+    ids=str,
+)
+def test_greedy_answers_are_those_of_transformers(model: Model, options: dict[str, Any]) -> None:
+    with model.open(**options) as llm:
+        model.check(llm.generate(PROMPTS, greedy()))
+        warm = llm.generate(PROMPTS[::-1], greedy())
+        model.check(warm)
+        assert sum(completion.cached_tokens for completion in warm) > 0
+        model.check([llm.generate(prompt, greedy())[0] for prompt in PROMPTS[::3]])
+
+
+@pytest.mark.parametrize("options", [{"attention_backend": "torch"}, {"dtype": "float32"}], ids=str)
+def test_plain_torch_kernels_work_on_a_gpu(llama: Model, options: dict[str, Any]) -> None:
+    with llama.open(**options) as llm:
+        llama.check(llm.generate(PROMPTS, greedy()))
+
+
+def test_overlap_and_repetition_change_no_token(llama: Model) -> None:
+    rules = [SamplingParams(seed=i, temperature=0.8, max_tokens=30 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+    found = []
+    for disabled in (True, False, False):
+        with llama.open(disable_overlap_schedule=disabled, disable_radix_cache=True) as llm:
+            found.append([completion.token_ids for completion in llm.generate(PROMPTS, rules)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_special_rules_in_a_replayed_step_leave_the_others_alone(llama: Model) -> None:
+    rules = [
+        greedy(), greedy(logprobs=3), greedy(logit_bias={9: 100.0}), greedy(),
+        SamplingParams(temperature=1.0, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=1e-6, max_tokens=NUM_TOKENS, ignore_eos=True),
+        greedy(frequency_penalty=2.0),
+    ]  # fmt: skip
+    with llama.open() as llm:
+        completions = llm.generate(PROMPTS, rules)
+    biased, penalized = completions.pop(2), completions.pop(-1)
+    llama.check(completions)
+    assert biased.token_ids == [9] * NUM_TOKENS
+    assert len(penalized.token_ids) == NUM_TOKENS and max(map(penalized.token_ids.count, penalized.token_ids)) <= 6
+    asking = completions[1]
+    ids = asking.prompt_token_ids + asking.token_ids
+    expected = tiny_models.logits(llama.oracle, ids)[-NUM_TOKENS - 1 : -1].log_softmax(-1)
+    for position, entry in enumerate(asking.logprobs):
+        assert entry.token_id == asking.token_ids[position] and len(entry.top) == 3
+        assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=0.15)
+
+
+def test_request_with_non_finite_logits_fails_alone(tmp_path: Path, llama: Model) -> None:
+    poisoned = tiny_models.make("llama", **SIZES).bfloat16().float()
+    poison = 150
+    poisoned.model.embed_tokens.weight.data[poison] = torch.nan
+    healthy = [[token for token in prompt if token != poison] for prompt in PROMPTS]
+    tiny_models.save(poisoned, tmp_path)
+    with LLM(str(tmp_path), device="cuda", num_pages=64, max_num_seqs=12) as llm:
+        for _ in range(2):
+            bad, *good = llm.generate([[5, poison, 6] * 20, *healthy], greedy())
+            assert bad.finish_reason == "error" and bad.error is not None and "finite" in bad.error
+            llama.check([completion for completion in good if poison not in completion.token_ids])
