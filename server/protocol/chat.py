@@ -108,6 +108,9 @@ class ChatRequest(GenerationRequest, ChatPromptRequest):
     function_call: Annotated[object, only("none", "auto")] = None
     web_search_options: Annotated[object, only()] = None
     verbosity: Annotated[object, only("medium")] = None
+    moderation: Annotated[object, only()] = None
+    chat_template: Annotated[object, only()] = None
+    documents: Annotated[object, only([])] = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

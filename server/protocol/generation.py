@@ -73,6 +73,7 @@ class GenerationRequest(RequestModel):
     safety_identifier: Harmless = None
     prompt_cache_key: Harmless = None
     prompt_cache_retention: Harmless = None
+    prompt_cache_options: Harmless = None
 
     response_format: Annotated[object, AfterValidator(_only_text), WithJsonSchema(_TEXT_FORMAT)] = None
     structured_outputs: Annotated[object, only({})] = None
@@ -83,6 +84,9 @@ class GenerationRequest(RequestModel):
     regex: Annotated[object, only()] = None
     ebnf: Annotated[object, only()] = None
     use_beam_search: Annotated[object, only(False)] = None
+    allowed_token_ids: Annotated[object, only()] = None
+    bad_words: Annotated[object, only([])] = None
+    truncate_prompt_tokens: Annotated[object, only()] = None
 
     @property
     def token_limit(self) -> int | None:

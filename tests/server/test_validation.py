@@ -96,6 +96,12 @@ WRONG = {
     "web_search_options": [chat(web_search_options={})],
     "guided_json": both(guided_json={"type": "object"}),
     "suffix": [comp(suffix="end")],
+    "bad_words": both(bad_words=["x"]),
+    "allowed_token_ids": both(allowed_token_ids=[1]),
+    "truncate_prompt_tokens": both(truncate_prompt_tokens=8),
+    "chat_template": [chat(chat_template="x")],
+    "documents": [chat(documents=[{"text": "x"}])],
+    "moderation": [chat(moderation={"model": "x"})],
     "best_of": [comp(best_of=3)],
     "messages": [
         chat(messages=v)
