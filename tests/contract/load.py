@@ -32,6 +32,9 @@ class Leaver:
             return
         if how == "rst":
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    def close(self) -> None:
         self._socket.close()
 
 

@@ -52,15 +52,17 @@ def test_absent_max_tokens_is_the_room_left(api: Api) -> None:
     assert whole["usage"]["total_tokens"] == CTX
 
 
-@pytest.mark.parametrize("how", ["fin", "rst"])
+@pytest.mark.parametrize("how", ["fin", "rst", "half"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_leaves_frees_its_seat(api: Api, how: str, stream: bool) -> None:
+    aborted = api.server.stats()["aborted"]
     leaver = Leaver(api, COMPLETIONS, {**LONG, "stream": stream})
     wait_for_live(api, 1)
     time.sleep(0.2)
     leaver.leave(how)
     assert api.is_alive()
-    api.server.wait_idle(5)
+    assert api.server.wait_idle(5)["aborted"] == aborted + 1
+    leaver.close()
 
 
 def test_clients_that_leave_the_queue_are_never_started(api: Api) -> None:

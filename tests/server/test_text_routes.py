@@ -1,8 +1,11 @@
 """The text side by itself, and the operators' routes."""
 
+from pathlib import Path
+
 import httpx
 
-from radixserve.tests.server.service import CHAT, Service
+from radixserve.tests.server.byte_model import write_byte_model
+from radixserve.tests.server.service import CHAT, COMPLETIONS, Service, running_service
 
 
 def test_tokenize_and_back(http: httpx.Client) -> None:
@@ -77,3 +80,25 @@ def test_openapi_describes_the_bodies(http: httpx.Client) -> None:
     assert body == {"$ref": "#/components/schemas/ChatRequest"}
     assert {"messages", "temperature", "cache_salt"} <= schemas["ChatRequest"]["properties"].keys()
     assert "StreamOptions" in schemas
+
+
+def test_without_a_template_chats_are_refused_and_raw_prompts_work(folder: Path) -> None:
+    model = write_byte_model(folder / "model", template=None)
+    with running_service(folder, model=str(model)) as bare, httpx.Client(base_url=bare.url) as own:
+        for stream in (False, True):
+            body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream}
+            answer = own.post(CHAT, json=body)
+            assert answer.status_code == 400
+            assert "chat template" in answer.json()["error"]["message"]
+        assert own.post(COMPLETIONS, json={"prompt": "<<hi>>"}).json()["choices"][0]["text"] == "hi"
+
+
+def test_the_models_recommendations_are_defaults_unless_turned_off(folder: Path) -> None:
+    model = write_byte_model(folder / "model", generation={"temperature": 0.25, "top_k": 5, "do_sample": True})
+    for choice, expected in (("auto", (0.25, 5)), ("none", (1.0, 0))):
+        with running_service(folder, model=str(model), generation_config=choice) as own:
+            for fields in ({}, {"temperature": 0.5}):
+                httpx.post(f"{own.url}{COMPLETIONS}", json={"prompt": "hi", **fields})
+            plain, asked = (submit.sampling for submit in own.engine.submits)
+            assert (plain.temperature, plain.top_k) == expected
+            assert asked.temperature == 0.5
