@@ -84,7 +84,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. ``finish`` is set on its last event, ``error`` only with ``FinishReason.ERROR``.
-    ``cached_tokens`` (prompt tokens served from the prefix cache) is meaningful on the first event on."""
+    ``cached_tokens`` (prompt tokens served from the prefix cache) is meaningful on the first event on. The event with
+    the first token tells how long the request waited for its row, and how long its prompt then took, in seconds."""
 
     uid: int
     token_ids: list[int]
@@ -94,6 +95,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

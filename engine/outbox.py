@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Outbox:
         if finish is None and logprobs is None and len(request.output) > 1:  # by far the most frequent
             event = TokenEvent(request.key[1], [token], None, request.cached_tokens or 0)
         else:
+            is_first = len(request.output) == 1
             by_stop_id = finish is FinishReason.STOP and token in request.sampling.stop_token_ids
             event = TokenEvent(
                 request.uid,
@@ -45,7 +47,9 @@ class Outbox:
                 cached_tokens=request.cached_tokens or 0,
                 stop_token_id=token if by_stop_id else None,
                 logprobs=None if logprobs is None else [logprobs],
-                prompt_logprobs=(request.prompt_logprobs or None) if len(request.output) == 1 else None,
+                prompt_logprobs=(request.prompt_logprobs or None) if is_first else None,
+                queue_s=request.admitted_at - request.arrived_at if is_first else None,
+                prefill_s=time.monotonic() - request.admitted_at if is_first else None,
             )
         self._events[request.key[0]].append(event)
         self.counters.finished += finish is not None

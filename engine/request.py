@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +45,8 @@ class Request:
     computed: int = 0
     published: int = 0  # tokens of ``known`` that other requests find in the prefix cache
     cached_tokens: int | None = None  # by its first admission
+    arrived_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0  # first admission; of the same clock
     overtaken: int = 0  # requests that arrived later and were admitted before it (policy lpm)
     ended: bool = False  # its final event is out; a launched step may still hold its row
     sound: bool = True  # false once a step that wrote its KV failed

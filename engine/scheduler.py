@@ -7,6 +7,7 @@ token budget, chunks of the prompts that are being computed.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -223,7 +224,7 @@ class Scheduler:
     def _count_prompts(self, started: Iterable[Request]) -> None:
         for request in started:
             if request.cached_tokens is None:  # not when it comes back from a retraction
-                request.cached_tokens = request.computed
+                request.cached_tokens, request.admitted_at = request.computed, time.monotonic()
                 self._outbox.counters.prompt_tokens += request.prompt_len
                 self._outbox.counters.cached_tokens += request.cached_tokens
 
