@@ -105,6 +105,7 @@ def launched(*flags: str, **client_options: Any) -> Iterator[Api]:
             yield api
             assert api.is_alive()
         assert "Traceback" not in server.log()
+    assert server.process.returncode == 0, "asked to stop while idle, it does"
 
 
 def chat_body(content: Any, **fields: Any) -> dict[str, Any]:
