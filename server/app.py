@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,11 +18,12 @@ from radixserve.server.auth import ApiKeys
 from radixserve.server.engine_client import EngineClient
 from radixserve.server.errors import HANDLERS
 from radixserve.server.frontend import Frontend
+from radixserve.server.metrics import WorkerNumbers
 from radixserve.server.middleware import Gate, RequestIds
 from radixserve.server.openapi import describe
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.completions import CompletionRequest
-from radixserve.server.routes import generate, models, operation, text
+from radixserve.server.routes import generate, metrics, models, operation, text
 from radixserve.server.routes.common import IGNORED_HEADER
 
 _BODIES = (
@@ -44,7 +46,9 @@ def build_app(
     config: ServeConfig, engine_address: str, load_text: Callable[[ServeConfig], TextModel] = load_text
 ) -> FastAPI:
     """The application; it connects to the engine, and starts to load the tokenizer, when it is started up."""
-    frontend = Frontend(config, EngineClient(engine_address, config.health_timeout), load_text)
+    worker_numbers = WorkerNumbers(Path(engine_address.removeprefix("ipc://")).parent)
+    client = EngineClient(engine_address, config.health_timeout, worker_numbers.numbers)
+    frontend = Frontend(config, client, worker_numbers, load_text)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,7 +60,7 @@ def build_app(
 
     app = FastAPI(title="radixserve", version=version("radixserve"), lifespan=lifespan, exception_handlers=HANDLERS)
     app.state.frontend = frontend
-    for routes in (generate, text, models, operation):
+    for routes in (generate, text, models, operation, metrics):
         app.include_router(routes.router)
     # The last one added is the outermost.
     app.add_middleware(Gate, keys=ApiKeys(config.api_key), max_body_bytes=int(config.max_body_mb * 2**20))

@@ -32,6 +32,7 @@ from radixserve.engine.messages import (
     TokenEvent,
 )
 from radixserve.server.errors import RequestFailed
+from radixserve.server.metrics import Numbers, RequestMeter
 
 log = logging.getLogger("radixserve.server")
 
@@ -39,6 +40,7 @@ TICK_S = 1.0
 SEARCH_TICK_S = 0.1  # while no engine is known
 # A silent engine is greeted again after this time: it may be a new one that has not heard of us.
 GREETING_S = 2.0
+TOKEN_ID_BYTES = 4  # in ``Submit.prompt_ids``
 # The reason itself may name files of the server, which concern no client.
 FAILED = "the model could not be loaded; the server's log says why"
 
@@ -64,6 +66,12 @@ class Health:
         return self.status == "ok"
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    sink: Sink
+    meter: RequestMeter
+
+
 class EngineClient:
     """Owns the DEALER socket, the open requests by uid, and what is known of the engine.
 
@@ -72,11 +80,12 @@ class EngineClient:
     one event loop: ``start`` and ``close`` are called there, and so is everything else.
     """
 
-    def __init__(self, address: str, health_timeout_s: float):
+    def __init__(self, address: str, health_timeout_s: float, numbers: Numbers):
         self._address = address
         self._health_timeout_s = health_timeout_s
         self._uids = itertools.count(1)
-        self._open: dict[int, Sink] = {}
+        self._numbers = numbers
+        self._open: dict[int, _Open] = {}
         self._flushes: dict[int, asyncio.Future[int]] = {}
         self._status_waiters: list[asyncio.Future[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -142,12 +151,19 @@ class EngineClient:
             raise RequestFailed(f"the engine is not ready: {health.reason}", code="engine_" + health.status)
         if not self._send(request):
             raise RequestFailed("the engine does not take requests", code="engine_unreachable", retry_after_s=1)
-        self._open[request.uid] = sink
+        self._open[request.uid] = _Open(sink, RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES))
 
     def abort(self, uid: int) -> None:
         """The caller wants no more events of ``uid``; nothing happens if it has ended."""
-        if self._open.pop(uid, None) is not None:
+        if (call := self._open.pop(uid, None)) is not None:
+            call.meter.aborted()
             self._send(Abort(uid))
+
+    def complete(self, uid: int) -> None:
+        """A stop string ended ``uid``, of which the engine knows nothing; nothing happens if it has ended."""
+        if (call := self._open.get(uid)) is not None:
+            call.meter.succeeded(FinishReason.STOP.value)
+            self.abort(uid)
 
     def abort_by_id(self, request_id: str) -> None:
         """Whichever frontend has it; "" means all. Their clients get an error."""
@@ -155,9 +171,10 @@ class EngineClient:
 
     def fail_all(self, error: RequestFailed) -> None:
         """End every open request with ``error``."""
-        for uid, sink in list(self._open.items()):
+        for uid, call in list(self._open.items()):
+            call.meter.failed()
             self.abort(uid)
-            sink.on_failed(error)
+            call.sink.on_failed(error)
 
     @property
     def num_open(self) -> int:
@@ -241,8 +258,9 @@ class EngineClient:
                 for event in message.events:
                     self._deliver(event)
             case Rejected():
-                if (sink := self._open.pop(message.uid, None)) is not None:
-                    sink.on_failed(RequestFailed.from_rejected(message))
+                if (call := self._open.pop(message.uid, None)) is not None:
+                    call.meter.rejected(message.code or "other")
+                    call.sink.on_failed(RequestFailed.from_rejected(message))
             case EngineStatus():
                 self._on_status(message)
             case CacheFlushed():
@@ -250,19 +268,25 @@ class EngineClient:
                     answer.set_result(message.num_tokens)
 
     def _deliver(self, event: TokenEvent) -> None:
-        sink = self._open.get(event.uid)
-        if sink is None:
+        call = self._open.get(event.uid)
+        if call is None:
             return  # aborted meanwhile
+        sink, meter = call.sink, call.meter
         if event.finish is None:
+            meter.on_tokens(event, self._last_heard)
             sink.on_tokens(event)
             return
         del self._open[event.uid]
         match event.finish:
             case FinishReason.ERROR:
+                meter.failed()
                 sink.on_failed(RequestFailed(event.error or "generation failed", status=500, code="generation_failed"))
             case FinishReason.ABORT:
+                meter.aborted()
                 sink.on_failed(RequestFailed("the request was aborted", status=499, code="request_aborted"))
             case FinishReason.STOP | FinishReason.LENGTH:
+                meter.on_tokens(event, self._last_heard)
+                meter.succeeded(event.finish.value)
                 sink.on_tokens(event)
 
     # ---- life and death of the engine ----
@@ -305,8 +329,9 @@ class EngineClient:
 
     def _fail_open(self, why: str) -> None:
         failed, self._open = self._open, {}
-        for sink in failed.values():
-            sink.on_failed(RequestFailed(why, status=503, code="engine_dead", retry_after_s=2))
+        for call in failed.values():
+            call.meter.failed()
+            call.sink.on_failed(RequestFailed(why, status=503, code="engine_dead", retry_after_s=2))
 
 
 def _is_alive(pid: int) -> bool:

@@ -16,6 +16,7 @@ from radixserve.engine.errors import InvalidRequest, RadixServeError
 from radixserve.engine.text.text_model import TextModel
 from radixserve.server.engine_client import FAILED, EngineClient, Health
 from radixserve.server.errors import RequestFailed
+from radixserve.server.metrics import WorkerNumbers
 
 log = logging.getLogger("radixserve.server")
 
@@ -26,14 +27,22 @@ INLINE_BYTES = 4096
 _TEXT_THREADS = 2
 # After the drain's end, how long clients get to take the final error events.
 _FAREWELL_S = 2.0
+_PUBLISH_S = 1.0
 
 
 class Frontend:
     """One per process, on ``app.state``. ``load_text`` is called in a thread after start and may take its time."""
 
-    def __init__(self, config: ServeConfig, client: EngineClient, load_text: Callable[[ServeConfig], TextModel]):
+    def __init__(
+        self,
+        config: ServeConfig,
+        client: EngineClient,
+        worker_numbers: WorkerNumbers,
+        load_text: Callable[[ServeConfig], TextModel],
+    ):
         self.config = config
         self.client = client
+        self.worker_numbers = worker_numbers
         self.model_names = served_names(config)
         self.created = int(time.time())
         self.num_active = 0  # POST requests inside; counted by the gate
@@ -46,9 +55,11 @@ class Frontend:
     async def start(self) -> None:
         self.client.start()
         self._loading = asyncio.create_task(self._load())
+        self._publishing = asyncio.create_task(self._publish())
 
     async def close(self) -> None:
         self._loading.cancel()
+        self._publishing.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.client.close()
 
@@ -61,6 +72,12 @@ class Frontend:
         except Exception:
             log.exception("loading the tokenizer failed")
             self.failed.set()
+
+    async def _publish(self) -> None:
+        """Let the other workers know our numbers, if there are any."""
+        while self.config.api_workers > 1:
+            await asyncio.sleep(_PUBLISH_S)
+            self.worker_numbers.publish()
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, and return when none is left; after ``seconds`` those that still run are failed."""

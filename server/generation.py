@@ -240,6 +240,6 @@ class Generation:
         if choice.done:
             self._num_running -= 1
             self.error = self.error or choice.error
-            self._client.abort(self._uids[choice])  # Only a stop string leaves something to abort.
+            self._client.complete(self._uids[choice])  # Only a stop string leaves something to end.
         if self._streaming or self.done:
             self.wake()

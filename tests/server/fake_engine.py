@@ -181,6 +181,8 @@ class FakeEngine:
             stop_token_id=token if token in sampling.stop_token_ids else None,
             logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
             prompt_logprobs=self._prompt_logprobs(request) if count == 0 else None,
+            queue_s=0.5 if count == 0 else None,
+            prefill_s=0.25 if count == 0 else None,
         )
 
     def _prompt_logprobs(self, request: Running) -> list[TokenLogprobs | None] | None:

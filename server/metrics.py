@@ -1,0 +1,195 @@
+"""What the requests of this process went through, counted for /metrics, and added up over all workers.
+
+Latencies are counted in plain arrays: the time between tokens is observed for every token, and costs about as much as
+one dictionary access. The Prometheus side of it is ``routes/metrics.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from radixserve.engine.messages import TokenEvent
+
+log = logging.getLogger("radixserve.server")
+
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+_LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+
+# Upper bounds of the buckets, the last one but infinity.
+BOUNDS: Mapping[str, tuple[float, ...]] = {
+    "time_to_first_token_seconds": _LONG_S,
+    "inter_token_latency_seconds": _SHORT_S,
+    "e2e_request_latency_seconds": _LONG_S,
+    "request_queue_time_seconds": _LONG_S,
+    "request_prefill_time_seconds": _LONG_S,
+    "request_decode_time_seconds": _LONG_S,
+    "request_prompt_tokens": _TOKENS,
+    "request_generation_tokens": _TOKENS,
+}
+# Name of the counter, and the label that tells its counts apart ("" for one that has none).
+COUNTERS: Mapping[str, str] = {
+    "request_success": "finished_reason",
+    "admission_rejections": "reason",
+    "num_aborted_requests": "",
+    "num_failed_requests": "",
+}
+
+
+class Histogram(msgspec.Struct):
+    """``counts`` by bucket, the last one for what is above all ``bounds``; ``total`` is the sum of the values."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def add(self, other: Histogram) -> None:
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+
+class Numbers(msgspec.Struct):
+    """Counters by name and label value, and histograms by name: of one worker or of several."""
+
+    counters: dict[str, dict[str, int]]
+    histograms: dict[str, Histogram]
+
+    @classmethod
+    def zero(cls) -> Numbers:
+        # Those without a label are exported from the start, so that a rate over their first event is right.
+        counters: dict[str, dict[str, int]] = {name: {} if label else {"": 0} for name, label in COUNTERS.items()}
+        return cls(counters, {name: Histogram(bounds, [0] * (len(bounds) + 1)) for name, bounds in BOUNDS.items()})
+
+    def count(self, name: str, label: str = "") -> None:
+        counts = self.counters[name]
+        counts[label] = counts.get(label, 0) + 1
+
+    def add(self, other: Numbers) -> None:
+        for name, counts in other.counters.items():
+            mine = self.counters[name]
+            for label, count in counts.items():
+                mine[label] = mine.get(label, 0) + count
+        for name, histogram in other.histograms.items():
+            self.histograms[name].add(histogram)
+
+
+class RequestMeter:
+    """Watches one request of the engine, from its ``Submit`` to its one end, and counts it in ``numbers``."""
+
+    __slots__ = (
+        "_ended",
+        "_first_at",
+        "_gaps",
+        "_last_at",
+        "_num_prompt_tokens",
+        "_num_tokens",
+        "_numbers",
+        "_submitted_at",
+    )
+
+    def __init__(self, numbers: Numbers, num_prompt_tokens: int) -> None:
+        self._numbers = numbers
+        self._gaps = numbers.histograms["inter_token_latency_seconds"]
+        self._num_prompt_tokens = num_prompt_tokens
+        self._submitted_at = time.monotonic()
+        self._first_at: float | None = None
+        self._last_at = 0.0
+        self._num_tokens = 0
+        self._ended = False
+
+    def on_tokens(self, event: TokenEvent, now: float) -> None:
+        """``now``: when the event was received (``time.monotonic``)."""
+        if self._first_at is None:
+            self._take_first(event, now)
+        else:
+            gaps, gap = self._gaps, now - self._last_at
+            gaps.counts[bisect_left(gaps.bounds, gap)] += 1  # observe, without the call
+            gaps.total += gap
+        self._last_at = now
+        self._num_tokens += len(event.token_ids)
+
+    def _take_first(self, event: TokenEvent, now: float) -> None:
+        self._first_at = now
+        histograms = self._numbers.histograms
+        histograms["time_to_first_token_seconds"].observe(now - self._submitted_at)
+        if event.queue_s is not None and event.prefill_s is not None:
+            histograms["request_queue_time_seconds"].observe(event.queue_s)
+            histograms["request_prefill_time_seconds"].observe(event.prefill_s)
+
+    def succeeded(self, reason: str) -> None:
+        """Its answer is complete. ``reason``: stop or length."""
+        if not self._ended:
+            histograms = self._numbers.histograms
+            histograms["e2e_request_latency_seconds"].observe(self._last_at - self._submitted_at)
+            histograms["request_prompt_tokens"].observe(self._num_prompt_tokens)
+            histograms["request_generation_tokens"].observe(self._num_tokens)
+            histograms["request_decode_time_seconds"].observe(self._last_at - (self._first_at or self._last_at))
+            self._end("request_success", reason)
+
+    def aborted(self) -> None:
+        """Its client left, or it was ended by a call to the server."""
+        self._end("num_aborted_requests")
+
+    def failed(self) -> None:
+        self._end("num_failed_requests")
+
+    def rejected(self, reason: str) -> None:
+        self._end("admission_rejections", reason)
+
+    def _end(self, counter: str, label: str = "") -> None:
+        if not self._ended:
+            self._ended = True
+            self._numbers.count(counter, label)
+
+
+class WorkerNumbers:
+    """The numbers of this worker, and their sum with those of all workers that share ``folder``.
+
+    Whichever worker a scrape meets has to answer for all of them: each writes its numbers to a file of its own every
+    second if they changed, and when it is asked. The file of a worker that died stays, so that no sum goes down.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.numbers = Numbers.zero()
+        self._folder = folder
+        self._path = folder / f"metrics-{uuid.uuid4().hex}"
+        self._written = b""
+
+    def publish(self) -> None:
+        data = msgspec.msgpack.encode(self.numbers)
+        if data == self._written:
+            return
+        new = self._path.with_name(f"new-{self._path.name}")
+        try:
+            new.write_bytes(data)
+            os.replace(new, self._path)  # a reader sees the old file or the new one
+            self._written = data
+        except OSError as error:
+            log.warning("metrics cannot be shared with the other workers: %s", error)
+
+    def sum_of_all(self) -> Numbers:
+        self.publish()
+        total = Numbers.zero()
+        total.add(self.numbers)
+        for other in self._others():
+            total.add(other)
+        return total
+
+    def _others(self) -> Iterable[Numbers]:
+        for path in self._folder.glob("metrics-*"):
+            if path != self._path:
+                with contextlib.suppress(OSError):
+                    yield msgspec.msgpack.decode(path.read_bytes(), type=Numbers)
