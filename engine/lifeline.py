@@ -27,15 +27,16 @@ LISTEN_FD_VARIABLE = "RADIXSERVE_LISTEN_FD"  # workers only: the inherited liste
 EXIT_HOPELESS = 3
 
 _STDIN_FD = 0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
 def read_config() -> ServeConfig:
     """Take the configuration from the lifeline; the first thing that a child does.
 
-    From here on SIGINT and SIGTERM are ignored: the terminal sends them to the whole group, but only the supervisor
-    knows when it is this process's turn to leave. (It starts us with both blocked, so that none arrives too early.)
+    From here on SIGINT, SIGTERM and SIGHUP are ignored: a terminal sends them to the whole group, but only the
+    supervisor knows when it is this process's turn to leave. (It starts us with all blocked, so that none arrives too
+    early.)
     Raises ``ConfigError`` when this process was not started by a supervisor.
     """
     for stop_signal in _STOP_SIGNALS:

@@ -6,7 +6,9 @@ FastAPI, so there is little in it that could die; should it be killed, its child
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import selectors
 import signal
 import socket
@@ -32,6 +34,7 @@ _DRAIN_MARGIN_S = 5.0
 _LEAVE_S = 3.0
 # Signals that come as close as this are one: `make` and the terminal may both pass on the same Ctrl-C.
 _SAME_SIGNAL_S = 0.5
+_STDOUT_FD, _STDERR_FD = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,9 @@ class Commands:
 
 def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int:
     """Serve until a signal or a failure; returns the exit status. Raises ``ConfigError`` when the port is not ours."""
+    _open_standard_streams()
     with listen(config.host, config.port) as listener, runtime_folder() as folder, _signal_pipe() as signals:
-        print(f"radixserve listens on {url_of(listener)} and loads {config.model}; Ctrl-C stops it", flush=True)
+        _say(f"radixserve listens on {url_of(listener)} and loads {config.model}; Ctrl-C stops it")
         environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock"}
         engine = Child(ChildSpec("engine", commands.engine, environment))
         fd = listener.fileno()
@@ -56,13 +60,28 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
         return Supervisor(config, policy, engine, workers, listener, signals).run()
 
 
+def _open_standard_streams() -> None:
+    """Put /dev/null where one was closed: else our sockets would get its number, and children them for their input."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR_FD:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _say(line: str) -> None:
+    """Write to standard output, unbuffered; a full disk or a closed terminal there is no reason to stop."""
+    with contextlib.suppress(OSError):
+        os.write(_STDOUT_FD, line.encode() + b"\n")
+
+
 @contextmanager
 def _signal_pipe() -> Iterator[socket.socket]:
     """A socket that becomes readable when a signal arrives, with one byte (its number) for each."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    handled = (*STOP_SIGNALS, signal.SIGCHLD)
+    handled = [*STOP_SIGNALS, signal.SIGCHLD]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        handled.remove(signal.SIGHUP)  # nohup: the server is to outlive its terminal
     # Handlers must exist for the wakeup; what is to be done is done in the loop.
     before = {number: signal.signal(number, lambda *_: None) for number in handled}
     before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)

@@ -28,12 +28,14 @@ def eventually(condition: Callable[[], object]) -> None:
 class Service:
     """A running fake service, in a process group of its own."""
 
-    def __init__(self, log: Path, runtime: Path, plan: str, flags: Sequence[str], drain_s: float) -> None:
+    def __init__(
+        self, log: Path, runtime: Path, plan: str, flags: Sequence[str], drain_s: float, prefix: Sequence[str]
+    ) -> None:
         self.log = log
         self.log.touch()
         self.runtime = runtime
         self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("fake_service.py"), self.log, plan, "--port=0", *flags],
+            [*prefix, sys.executable, Path(__file__).with_name("fake_service.py"), self.log, plan, "--port=0", *flags],
             env={**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), "FAKE_DRAIN_S": str(drain_s)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -75,8 +77,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     services: list[Service] = []
     with tempfile.TemporaryDirectory(prefix="rs-") as runtime:  # short, as paths of sockets must be
 
-        def start_service(plan: str = "run", *flags: str, drain_s: float = 0) -> Service:
-            services.append(Service(tmp_path / "log", Path(runtime), plan, flags, drain_s))
+        def start_service(plan: str = "run", *flags: str, drain_s: float = 0, prefix: Sequence[str] = ()) -> Service:
+            services.append(Service(tmp_path / "log", Path(runtime), plan, flags, drain_s, prefix))
             return services[-1]
 
         yield start_service
@@ -85,7 +87,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 service.process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("to_group", [False, True])
 def test_a_stop_signal_drains_the_workers_and_ends_with_status_0(start: Start, number: int, to_group: bool) -> None:
     service = start("run", "--api-workers=2", "--drain-timeout=7", drain_s=0.2)
@@ -97,6 +99,25 @@ def test_a_stop_signal_drains_the_workers_and_ends_with_status_0(start: Start, n
     assert service.end()[0] == 0
     assert service.events("worker", "drains") == [["worker", "drains", "7.0"]] * 2
     assert len(service.events("worker", "drained")) == 2
+    service.assert_nothing_left()
+
+
+def test_a_server_started_with_nohup_outlives_its_terminal(start: Start) -> None:
+    service = start(prefix=("nohup",))
+    service.await_start()
+    service.signal_group(signal.SIGHUP)
+    service.process.terminate()
+    assert service.end()[0] == 0
+    assert service.events("worker", "drains") == [["worker", "drains", "30.0"]]
+    service.assert_nothing_left()
+
+
+@pytest.mark.parametrize("redirections", ["<&- >&- 2>&-", "<&-", ">/dev/full 2>&1", ">&-"])
+def test_closed_or_full_standard_streams_do_not_stop_it(start: Start, redirections: str) -> None:
+    service = start(prefix=("sh", "-c", f'exec "$@" {redirections}', "sh"))
+    service.await_start()
+    service.process.terminate()
+    assert service.end()[0] == 0
     service.assert_nothing_left()
 
 
