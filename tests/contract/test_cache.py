@@ -21,7 +21,7 @@ def flush(api: Api) -> None:
     assert api.http.post("/flush_cache").status_code == 200
 
 
-LENGTHS = (*range(1, 6), *range(14, 19), *range(31, 35), 127, 128, 129)
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 127, 128, 129)
 
 
 def test_prompt_that_is_cached_whole_still_computes_its_last_token(api: Api, ids: list[int]) -> None:
@@ -40,14 +40,14 @@ def test_prompt_that_is_cached_whole_still_computes_its_last_token(api: Api, ids
 
 
 def test_cold_warm_alone_and_together_give_the_same_text(api: Api, ids: list[int]) -> None:
-    prompts = [ids[:length] + ids[7 * i : 7 * i + 5] for i, length in enumerate((50, 90, 130, 200, 320))]
+    prompts = [ids[:length] + ids[7 * i : 7 * i + 5] for i, length in enumerate((50, 90, 130, 200))]
     flush(api)
-    cold = [api.greedy([prompt], 12) for prompt in prompts]
-    warm = [api.greedy([prompt], 12) for prompt in prompts]
+    cold = [api.greedy([prompt], 8) for prompt in prompts]
+    warm = [api.greedy([prompt], 8) for prompt in prompts]
     assert all(text.cached_tokens > 0 for text in warm)
-    unrelated = [[(31 * n + i) % 4000 + 100 for i in range(40)] for n in range(4)]
-    with ThreadPoolExecutor(9) as pool:
-        together = list(pool.map(lambda prompt: api.greedy([prompt], 12), prompts + unrelated))
+    unrelated = [[(31 * n + i) % 4000 + 100 for i in range(40)] for n in range(3)]
+    with ThreadPoolExecutor(7) as pool:
+        together = list(pool.map(lambda prompt: api.greedy([prompt], 8), prompts + unrelated))
     for texts in zip(cold, warm, together, strict=False):
         assert texts[0].text
         assert all(text.agrees_with(texts[0]) for text in texts)

@@ -120,6 +120,7 @@ def test_langchain_chats_and_streams(api: Api, model: str, answer: str, monkeypa
     assert "".join(str(part.content) for part in parts) == answer
     assert sum((part.usage_metadata or {"output_tokens": 0})["output_tokens"] for part in parts) == 8
     assert [str(one.content) for one in chat.batch([_turns(), _turns()])] == [answer, answer]
+    chat.root_client.close()
 
 
 def _turns() -> list[tuple[str, str]]:
