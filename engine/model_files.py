@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
@@ -97,7 +98,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _single_file(name: str, path: Path) -> ModelFiles:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         is_gguf = file.read(len(MAGIC)) == MAGIC
     if is_gguf:
         return ModelFiles(name, gguf=path)
@@ -165,8 +166,8 @@ def _require_plain_names(index: Path, shards: Iterable[str]) -> None:
 
 def _check_safetensors(path: Path) -> None:
     """Compare the header's last byte offset with the file's size: a download cut off is found at once."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         header_bytes = int.from_bytes(file.read(8), "little")
         if size < 8 or header_bytes > size - 8:
             raise ModelError(f"{path} is truncated or is not a safetensors file; download it again")
@@ -178,6 +179,13 @@ def _check_safetensors(path: Path) -> None:
     expected = 8 + header_bytes + max(ends, default=0)
     if size < expected:
         raise ModelError(f"{path} is truncated: {size} of {expected} bytes; download it again")
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -115,14 +115,14 @@ class ModelSpec:
                 num_heads=num_heads,
                 num_kv_heads=reader.optional_integer("num_key_value_heads") or num_heads,
                 head_dim=head_dim,
-                rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+                rms_eps=reader.number("rms_norm_eps", 1e-6),
                 rope=_rope_of_config(config, head_dim),
                 max_position=reader.integer("max_position_embeddings"),
                 tie_embeddings=bool(config.get("tie_word_embeddings", False)),
                 attention_bias=bool(config.get("attention_bias", False)),
                 qk_norm=architecture.qk_norm,
                 bos_token_id=reader.optional_integer("bos_token_id"),
-                eos_token_ids=_token_ids(config.get("eos_token_id")),
+                eos_token_ids=_token_ids(config, "config.json"),
                 dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             )
         )
@@ -152,8 +152,8 @@ class ModelSpec:
                 num_heads=num_heads,
                 num_kv_heads=reader.optional_integer("attention.head_count_kv") or num_heads,
                 head_dim=head_dim,
-                rms_eps=float(own.get("attention.layer_norm_rms_epsilon", 1e-6)),
-                rope=_rope_of_gguf(gguf, own, head_dim),
+                rms_eps=reader.number("attention.layer_norm_rms_epsilon", 1e-6),
+                rope=_rope_of_gguf(gguf, reader, head_dim),
                 max_position=reader.integer("context_length"),
                 tie_embeddings="output.weight" not in gguf.tensors,
                 attention_bias="blk.0.attn_q.bias" in gguf.tensors,
@@ -197,7 +197,7 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     spec = ModelSpec.from_config(read_json(files.config))
     if not files.generation_config:
         return spec
-    eos_ids = _token_ids(read_json(files.generation_config).get("eos_token_id"))
+    eos_ids = _token_ids(read_json(files.generation_config), "generation_config.json")
     return replace(spec, eos_token_ids=tuple(dict.fromkeys(eos_ids + spec.eos_token_ids)))
 
 
@@ -213,6 +213,8 @@ def load_sampling_defaults(files: ModelFiles) -> SamplingDefaults:
 
 def _architecture_of_config(config: Json) -> Architecture:
     classes = config.get("architectures") or []
+    if not isinstance(classes, list):
+        raise ModelError(f"config.json: architectures must be a list, not {classes!r}")
     for architecture in ARCHITECTURES:
         if any(name in architecture.hf_classes for name in classes):
             return architecture
@@ -233,14 +235,17 @@ def _refuse_unsupported(config: Json) -> None:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ModelError(f"quantization {method!r} is not supported in safetensors; use an unquantized or a GGUF model")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window is not None and window < config.get("max_position_embeddings", 0):
+    reader = _Reader(config, "config.json")
+    window = reader.optional_integer("sliding_window") if config.get("use_sliding_window", True) else None
+    if window is not None and window < reader.integer("max_position_embeddings"):
         raise ModelError(f"sliding_window {window} is not supported; a smaller max_position_embeddings avoids it")
 
 
 def _rope_of_config(config: Json, head_dim: int) -> RopeSpec:
     """transformers 5 writes ``rope_parameters``; before that there were ``rope_theta`` and ``rope_scaling``."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ModelError(f"config.json: the rope parameters must be an object, not {parameters!r}")
     merged = {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0, **config, **parameters}
     reader = _Reader(merged, "config.json")
     rotary_dim = int(head_dim * reader.number("partial_rotary_factor"))
@@ -265,8 +270,9 @@ def _rope_scaling(parameters: Json) -> RopeScaling | None:
     raise ModelError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")
 
 
-def _rope_of_gguf(gguf: GGUFFile, own: Json, head_dim: int) -> RopeSpec:
-    theta, rotary_dim = float(own.get("rope.freq_base", 10_000.0)), int(own.get("rope.dimension_count", head_dim))
+def _rope_of_gguf(gguf: GGUFFile, reader: _Reader, head_dim: int) -> RopeSpec:
+    own, theta = reader.values, reader.number("rope.freq_base", 10_000.0)
+    rotary_dim = reader.optional_integer("rope.dimension_count") or head_dim
     if "rope_freqs.weight" in gguf.tensors:
         divisors = gguf.raw("rope_freqs.weight").view("<f4").tolist()
         return RopeSpec(theta, rotary_dim, FrequencyDivisors(tuple(divisors)))
@@ -281,9 +287,9 @@ def _gguf_vocab_size(gguf: GGUFFile, reader: _Reader) -> int:
 
 def _checked(spec: ModelSpec) -> ModelSpec:
     """Sizes that do not fit together would fail later, far from their cause."""
-    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "head_dim", "max_position"):
-        if getattr(spec, field) <= 0:
-            raise ModelError(f"the model's configuration gives {field} {getattr(spec, field)}; it must be positive")
+    for name, value in (("num_kv_heads", spec.num_kv_heads), ("head_dim", spec.head_dim), ("theta", spec.rope.theta)):
+        if value <= 0:
+            raise ModelError(f"the model's configuration gives {name} {value}; it must be positive")
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads")
     if not 0 < spec.rope.rotary_dim <= spec.head_dim or spec.rope.rotary_dim % 2:
@@ -291,11 +297,13 @@ def _checked(spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def _token_ids(config: Json, source: str) -> tuple[int, ...]:
     """``eos_token_id`` may be absent, one id or a list of them."""
-    if value is None:
-        return ()
-    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelError(f"{source}: eos_token_id must be a token id or a list of them, not {value!r}")
+    return tuple(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +314,12 @@ class _Reader:
     source: str
 
     def integer(self, key: str) -> int:
+        """A size or count, so 1 or more."""
         value = self.optional_integer(key)
         if value is None:
             raise ModelError(f"{self.source}: {key} is missing")
+        if value <= 0:
+            raise ModelError(f"{self.source}: {key} is {value}; it must be positive")
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -319,8 +330,8 @@ class _Reader:
             raise ModelError(f"{self.source}: {key} must be an integer, not {value!r}")
         return value
 
-    def number(self, key: str) -> float:
-        value = self.values.get(key)
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"{self.source}: {key} must be a number, not {value!r}")
         return float(value)

@@ -149,3 +149,15 @@ def test_an_unknown_hub_id_offline_names_the_id_and_the_remedy(tmp_path, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="someone/absent.*HF_HUB_OFFLINE"):
         resolve_model("someone/absent")
+
+
+@pytest.mark.parametrize("broken", ["dangling link", "folder"])
+def test_weights_that_cannot_be_opened_are_named(tmp_path, broken):
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    if broken == "folder":
+        weights.mkdir()
+    else:
+        weights.symlink_to(tmp_path / "gone")
+    with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors"):
+        resolve_model(str(tmp_path))

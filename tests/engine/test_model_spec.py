@@ -137,6 +137,37 @@ def test_rope_divisors_come_from_a_tensor_in_gguf(tmp_path):
     assert not spec.tie_embeddings
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_attention_heads", -4),
+        ("num_key_value_heads", -2),
+        ("head_dim", -8),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", None),
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", [[1]]),
+        ("architectures", "LlamaForCausalLM"),
+        ("architectures", 5),
+        ("sliding_window", "wide"),
+        ("rope_parameters", [1]),
+        ("rope_parameters", {"rope_theta": 0}),
+    ],
+)
+def test_a_config_value_of_a_wrong_kind_is_named(key, value):
+    with pytest.raises(ModelError, match=rf"{key.split('_')[-1]}|num_kv_heads|theta"):
+        ModelSpec.from_config({**LLAMA, key: value})
+
+
+@pytest.mark.parametrize("key", ["llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"])
+def test_a_gguf_value_of_a_wrong_kind_is_named(tmp_path, key):
+    gguf = read_gguf(gguf_with(tmp_path / "m.gguf"))
+    gguf.metadata[key] = "much"
+    with pytest.raises(ModelError, match=f"{key.removeprefix('llama.')} must be a number"):
+        ModelSpec.from_gguf(gguf)
+
+
 def test_an_unknown_gguf_architecture_lists_the_supported_ones(tmp_path):
     with pytest.raises(ModelError, match="falcon.*llama"):
         ModelSpec.from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", "falcon")))
