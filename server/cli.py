@@ -17,6 +17,8 @@ from radixserve.engine.errors import RadixServeError
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
+    "chat": "talk to a model in the terminal",
+    "complete": "continue a prompt",
     "bench": "measure a running server",
     "version": "print the version",
 }

@@ -1,0 +1,39 @@
+"""``radixserve complete``: continue one prompt, from the command line or standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from radixserve.engine.errors import ConfigError
+from radixserve.server.commands.client import COMPLETION_PATH, Reply, client_parser, connected, split_serve_options
+
+
+def run(arguments: Sequence[str]) -> int:
+    own, serve_options = split_serve_options(arguments)
+    parser = client_parser("complete", "[PROMPT]", "Continue a prompt: the text goes to standard output as it comes.")
+    parser.add_argument("prompt", nargs="?", help="the text to continue (default: standard input)")
+    parser.add_argument("--stats", action="store_true", help="tell tokens and times on standard error afterwards")
+    flags = parser.parse_args(own)
+    prompt = flags.prompt if flags.prompt is not None else _read_prompt()
+    if not prompt:
+        raise ConfigError("the prompt is empty: give it as an argument or on standard input")
+    reply = Reply()
+    with connected(flags, serve_options) as client:
+        try:
+            for piece in client.stream(COMPLETION_PATH, {"prompt": prompt}, reply):
+                print(piece, end="", flush=True)
+            print(flush=True)
+        except BrokenPipeError:  # `| head` has seen enough; Python must not complain about it when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if flags.stats:
+        print(reply.summary(), file=sys.stderr)
+    return 0
+
+
+def _read_prompt() -> str:
+    """Without the last line's end: models continue a line, and `echo` adds one."""
+    if sys.stdin.isatty():
+        print("(the prompt, then Ctrl-D)", file=sys.stderr)
+    return sys.stdin.read().removesuffix("\n")
