@@ -19,6 +19,8 @@ COMMANDS = {
     "serve": "serve a model over the OpenAI API",
     "chat": "talk to a model in the terminal",
     "complete": "continue a prompt",
+    "models": "list the models on this machine, or inspect one",
+    "doctor": "find what keeps a server from running well",
     "bench": "measure a running server",
     "version": "print the version",
 }

@@ -1,0 +1,135 @@
+"""``radixserve models``: which models are on this machine, and what serving one takes. Loads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from radixserve.configs.schema import DEFAULT_MODEL
+from radixserve.engine.errors import ModelError
+from radixserve.engine.gguf_reader import read_gguf
+from radixserve.engine.host import available_memory
+from radixserve.engine.model_files import ModelFiles, resolve_model
+from radixserve.engine.model_spec import ModelSpec, load_spec
+from radixserve.server.commands.gpus import Gpu, find_gpus
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="radixserve models", description="List the models on this machine, or inspect one.", allow_abbrev=False
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="folder, .gguf file, or a name of the list")
+    flags = parser.parse_args(arguments)
+    print("\n".join(_list() if flags.name is None else _inspect(_local_files(flags.name))))
+    return 0
+
+
+# ---- the list ----
+
+
+def _list() -> Iterator[str]:
+    found = [*_default_model(), *_cached_models()]
+    width = max((len(name) for name, _ in found), default=0)
+    for name, location in found:
+        try:
+            files = resolve_model(str(location))
+            facts = f"{load_spec(files).architecture:<8} {_size(_weight_bytes(files)):>10}  {location}"
+        except ModelError as error:
+            facts = f"(cannot be served: {error})"
+        yield f"{name:<{width}}  {facts}"
+    if not found:
+        yield "no models here; `radixserve serve owner/name` downloads one from Hugging Face"
+
+
+def _default_model() -> list[tuple[str, Path]]:
+    try:
+        files = resolve_model(DEFAULT_MODEL)
+    except ModelError:
+        return []
+    assert files.gguf is not None
+    return [(DEFAULT_MODEL, files.gguf)]
+
+
+def _cached_models() -> list[tuple[str, Path]]:
+    """Models in the Hugging Face cache, at the revision that was used last; sorted by name."""
+    from huggingface_hub import scan_cache_dir  # slow to import, and not needed for a path
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    models = [repo for repo in repos if repo.repo_type == "model" and repo.revisions]
+    newest = ((repo.repo_id, max(repo.revisions, key=lambda revision: revision.last_modified)) for repo in models)
+    return sorted((name, revision.snapshot_path) for name, revision in newest)
+
+
+# ---- one model ----
+
+
+def _local_files(name: str) -> ModelFiles:
+    """As ``resolve_model``, but nothing is downloaded. Raises ``ModelError``."""
+    if name == DEFAULT_MODEL or Path(name).expanduser().exists():
+        return resolve_model(name)
+    cached = dict(_cached_models())
+    if name not in cached:
+        raise ModelError(f"model {name!r} is not on this machine; `radixserve serve {name}` downloads it")
+    return resolve_model(str(cached[name]))
+
+
+def _inspect(files: ModelFiles) -> Iterator[str]:
+    spec = load_spec(files)
+    heads = f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} for keys and values"
+    yield f"model         {files.name}"
+    yield f"architecture  {spec.architecture}, {spec.num_layers} layers, {heads}"
+    yield f"parameters    {_num_parameters(files) / 1e6:,.1f} million"
+    yield f"weights       {_size(_weight_bytes(files))} on disk, made for {spec.dtype}"
+    yield f"context       {spec.max_position} tokens, vocabulary {spec.vocab_size}"
+    for dtype in ("bfloat16", "float32"):
+        yield f"KV cache      {_kv_bytes_per_token(spec, dtype):,} bytes a token in {dtype}"
+    yield from _fits(spec, files, find_gpus())
+
+
+def _fits(spec: ModelSpec, files: ModelFiles, gpus: Sequence[Gpu]) -> Iterator[str]:
+    """Tokens of KV cache that the free memory has room for beside the weights, in the type that is used there."""
+    places = [(f"GPU {gpu.index}, {gpu.name}", gpu.free_bytes, "bfloat16") for gpu in gpus]
+    for place, free_bytes, dtype in [*places, ("CPU", available_memory(), "float32")]:
+        room = free_bytes - _num_parameters(files) * _BYTES[dtype]
+        tokens = max(0, room // _kv_bytes_per_token(spec, dtype))
+        verdict = (
+            f"{tokens:,} tokens of KV cache: {tokens / spec.max_position:,.1f} requests of full length"
+            if tokens >= spec.max_position
+            else f"{tokens:,} tokens of KV cache: give --max-model-len {tokens // 16 * 16}"
+            if tokens >= 16
+            else "the weights do not fit"
+        )
+        yield f"fits on       {place}, {_size(free_bytes)} free: {verdict}"
+
+
+def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _BYTES[dtype]
+
+
+def _num_parameters(files: ModelFiles) -> int:
+    if files.gguf is not None:
+        return sum(math.prod(tensor.shape) for tensor in read_gguf(files.gguf).tensors.values())
+    return sum(math.prod(shape) for path in files.weights for shape in _safetensors_shapes(path))
+
+
+def _safetensors_shapes(path: Path) -> list[list[int]]:
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+
+
+def _weight_bytes(files: ModelFiles) -> int:
+    return sum(path.stat().st_size for path in ([files.gguf] if files.gguf else files.weights))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
