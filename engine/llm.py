@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,6 +16,7 @@ from radixserve.configs.sources import Layer, merge
 from radixserve.engine.build import build_engine, ignore_progress
 from radixserve.engine.built import new_scheduler
 from radixserve.engine.errors import InvalidRequest, ModelError
+from radixserve.engine.interrupts import Interrupts
 from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.pipeline import StepPipeline
@@ -74,19 +76,21 @@ class LLM:
         """Complete each prompt (text or token ids, one or several), in their order. All run together.
 
         ``sampling_params``: the same for all, or one for each. Raises ``InvalidRequest`` if one cannot be served; none
-        is computed then.
+        is computed then. Ctrl-C takes effect between two steps, after which this can be called again.
         """
         listed = _as_list(prompts)
         rules = _rules_for(len(listed), sampling_params)
         running: dict[int, _Running] = {}
-        try:
-            for prompt, rule in zip(listed, rules, strict=True):
-                self._submit(self._ids(prompt), rule, running)
-            self._run(running, show_progress)
-        finally:
-            for uid, request in running.items():
-                if not request.completion.finish_reason:
-                    self._scheduler.abort(_FRONTEND, uid)
+        with Interrupts() as interrupts:
+            try:
+                for prompt, rule in zip(listed, rules, strict=True):
+                    self._submit(self._ids(prompt), rule, running)
+                    interrupts.check()
+                self._run(running, interrupts, show_progress)
+            finally:
+                for uid, request in running.items():
+                    if not request.completion.finish_reason:
+                        self._scheduler.abort(_FRONTEND, uid)
         return [request.completion for request in running.values()]
 
     def chat(
@@ -121,12 +125,13 @@ class LLM:
                 raise InvalidRequest(message, code=code, param=param, status=status)
         running[uid] = _Running(Completion(ids), sampling, self._text)
 
-    def _run(self, running: dict[int, _Running], show_progress: bool) -> None:
+    def _run(self, running: dict[int, _Running], interrupts: Interrupts, show_progress: bool) -> None:
         """Step until every request has ended."""
         if self._pipeline is None:
             raise RuntimeError("this LLM is closed")
         with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
             while self._pipeline.advance():
+                interrupts.check()
                 for event in self._scheduler.take_events().get(_FRONTEND, ()):
                     request = running.get(event.uid)
                     if request is None or request.completion.finish_reason:
@@ -136,7 +141,15 @@ class LLM:
                         self._scheduler.abort(_FRONTEND, event.uid)
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return self._require_text().encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self._require_text().encode_prompt(prompt)
+        try:
+            ids = [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise InvalidRequest(f"a prompt is a text or a list of token ids: {error}", param="prompts") from error
+        if not all(0 <= token_id < 1 << 31 for token_id in ids):
+            raise InvalidRequest("prompt token ids must be 32-bit numbers, 0 or more", param="prompts")
+        return ids
 
     def _require_text(self) -> TextModel:
         if self._text is None:

@@ -1,5 +1,8 @@
 """The whole engine in one process, on tiny random models: batching, caching and cutting never change an answer."""
 
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +174,23 @@ def test_closed_llm_says_so(folder: Path) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate(PROMPTS[0])
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["a"], [1 << 40], [-1], [None]])
+def test_a_prompt_that_is_neither_text_nor_token_ids_is_refused(folder: Path, prompt: Any) -> None:
+    with open_llm(folder) as llm, pytest.raises(InvalidRequest, match="token ids"):
+        llm.generate([prompt], greedy())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_ends_a_call_and_the_next_one_works(folder: Path, answers: list[list[int]], overlap: bool) -> None:
+    with open_llm(folder, disable_overlap_schedule=not overlap, num_pages=64, page_size=4) as llm:
+        for seconds in (0.005, 0.011, 0.02, 0.04, 0.08):
+            threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    llm.generate(PROMPTS, greedy(40))
+        assert tokens(llm, PROMPTS, greedy()) == answers
 
 
 def test_context_longer_than_the_model_is_refused(folder: Path) -> None:
