@@ -82,8 +82,9 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         max_num_batched_tokens=sizes.step_tokens,
         overlap=choose_overlap(config, device.type),
         description=(
-            f"{config.model} ({spec.architecture}) in {str(sizes.dtype).removeprefix('torch.')} on {_name(device)}: "
-            f"{num_pages} KV pages of {sizes.page_size} tokens, context {sizes.max_model_len}"
+            f"{config.model} ({spec.architecture}) in {str(sizes.dtype).removeprefix('torch.')} on {_name(device)}; "
+            f"kernels: {runner.kernels}; KV cache of {num_pages * sizes.page_size:,} tokens ({num_pages:,} pages of "
+            f"{sizes.page_size}); context of {sizes.max_model_len:,} tokens"
         ),
     )
 

@@ -14,7 +14,8 @@ from radixserve.kvcache.manager import CacheManager
 class BuiltEngine:
     """A loaded model, its KV cache, and the sizes that were "auto" in the configuration.
 
-    ``max_num_batched_tokens`` is the token budget of a step; ``description`` is one line for the log.
+    ``max_num_batched_tokens`` is the token budget of a step; ``description`` is one line for people, its clauses
+    separated by semicolons.
     """
 
     runner: Runner

@@ -22,6 +22,7 @@ from radixserve.engine.errors import ConfigError
 # Environment of the children.
 IPC_VARIABLE = "RADIXSERVE_IPC"  # ZMQ address of the engine's socket
 LISTEN_FD_VARIABLE = "RADIXSERVE_LISTEN_FD"  # workers only: the inherited listening socket
+URL_VARIABLE = "RADIXSERVE_URL"  # where the server listens, for people to read
 
 # Exit status of a child that would fail the same way again (no such model, ...): it is not restarted.
 EXIT_HOPELESS = 3

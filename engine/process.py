@@ -5,6 +5,7 @@ Exit status 3: the model or the configuration is wrong, starting again would not
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -25,9 +26,9 @@ from radixserve.engine.messages import EngineStatus
 # cores busy: a decode step's linear layers in 50 ms instead of 180 to 820 ms (benchmarks/notes/cpu_threads.md).
 _OPENMP_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
-Build = Callable[[ServeConfig, Callable[[str, float], None]], BuiltEngine]
+_STDOUT_FD = 1
 
-_log = logging.getLogger(__name__)
+Build = Callable[[ServeConfig, Callable[[str, float], None]], BuiltEngine]
 
 
 def main() -> int:
@@ -56,7 +57,7 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
         frontends.tell_all(EngineStatus(os.getpid(), "failed", str(error)))
         frontends.close()
         return lifeline.EXIT_HOPELESS
-    _log.info("engine ready: %s", built.description)
+    _say_ready(built.description, os.environ.get(lifeline.URL_VARIABLE))
     ready = EngineStatus(
         os.getpid(), "ready", built.description, 1.0, max_model_len=built.max_model_len, vocab_size=built.vocab_size
     )
@@ -65,6 +66,16 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
     gc.freeze()
     EngineLoop(frontends, scheduler, built.runner, overlap=built.overlap, ready=ready).run()
     return 0
+
+
+def _say_ready(description: str, url: str | None) -> None:
+    """Tell people what was built and how to use it; on standard output, which may be closed or full."""
+    lines = ["radixserve is ready", *description.split("; ")]
+    if url is not None:
+        body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+        lines.append(f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+    with contextlib.suppress(OSError):
+        os.write(_STDOUT_FD, "\n  ".join(lines).encode() + b"\n")
 
 
 def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltEngine:

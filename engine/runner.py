@@ -56,6 +56,11 @@ class ModelRunner:
         self._graph_logits = torch.empty(0, device=self._device)
 
     @property
+    def kernels(self) -> str:
+        """What was chosen, for people."""
+        return f"attention {type(self._attention).__name__}, layers {type(self._ops).__name__}"
+
+    @property
     def can_capture(self) -> bool:
         """Whether decode steps can be captured in graphs."""
         return self._device.type == "cuda" and self._attention.plans_on_device

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from radixserve.configs.schema import ServeConfig
-from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE
+from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE, URL_VARIABLE
 from radixserve.server.children import STOP_SIGNALS, Child, ChildSpec, RestartPolicy, describe_exit
 from radixserve.server.listening import listen, url_of
 from radixserve.server.runtime_folder import runtime_folder
@@ -50,7 +50,7 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
     _open_standard_streams()
     with listen(config.host, config.port) as listener, runtime_folder() as folder, _signal_pipe() as signals:
         _say(f"radixserve listens on {url_of(listener)} and loads {config.model}; Ctrl-C stops it")
-        environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock"}
+        environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock", URL_VARIABLE: url_of(listener)}
         engine = Child(ChildSpec("engine", commands.engine, environment))
         fd = listener.fileno()
         workers = [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from radixserve.engine import lifeline
 from radixserve.engine.messages import EngineStatus, FinishReason, Hello, Outputs, Rejected, Submit, ToFrontend
 from radixserve.engine.sampling_params import SamplingParams
 
@@ -87,3 +88,15 @@ def test_without_a_supervisor_the_process_says_so() -> None:
 def test_scheduler_and_loop_load_no_torch() -> None:
     code = "import sys, radixserve.engine.process; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_people_are_told_what_is_ready_and_how_to_use_it(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("fake_engine_process.py")
+    command = [sys.executable, script, f"ipc://{tmp_path}/engine", "ready"]
+    environment = {**os.environ, lifeline.URL_VARIABLE: "http://host:1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.kill()
+    assert lines[:2] == ["radixserve is ready\n", "  a fake\n"]
+    assert lines[2].startswith("  curl http://host:1/v1/chat/completions ")
