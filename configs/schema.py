@@ -57,7 +57,10 @@ class RunnerOptions(OptionGroup):
     enforce_eager: bool = Field(False, description="Run decode without CUDA graphs")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
-    cpu_threads: int | None = Field(None, ge=1, description="Threads of CPU kernels (default: the cores it may use)")
+    # More only starves the machine of processes: a hundred thousand keep everybody on it from starting one.
+    cpu_threads: int | None = Field(
+        None, ge=1, le=1024, description="Threads of CPU kernels (default: the cores it may use)"
+    )
 
 
 class CacheOptions(OptionGroup):

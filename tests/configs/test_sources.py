@@ -163,3 +163,8 @@ def test_api_keys_show_nowhere_but_to_our_own_processes() -> None:
         assert "k-secret" not in text
     assert ServeConfig.model_validate_json(config.to_private_json()) == config
     assert config.api_key[0].get_secret_value() == "k-secret"
+
+
+def test_so_many_threads_that_nothing_else_could_start_are_refused() -> None:
+    with pytest.raises(OptionError, match="--cpu-threads: '100000' is not allowed.*1024"):
+        merge([flag_layer({"cpu_threads": "100000"})])
