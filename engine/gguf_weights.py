@@ -38,7 +38,7 @@ _T = GGMLQuantizationType
 _SUPPORTED = (
     _T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K,
 )  # fmt: skip
-_CHUNK_ELEMENTS = 1 << 23  # dequantized at a time: 32 MiB of fp32
+_CHUNK_ELEMENTS = 1 << 18  # dequantized at a time: 1 MiB of fp32, so that intermediate results stay in the cache
 
 
 def gguf_tensors(gguf: GGUFFile, spec: ModelSpec) -> Iterator[StoredTensor]:
