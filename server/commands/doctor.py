@@ -113,7 +113,7 @@ def check_device(gpus: Sequence[Gpu], probed: dict[str, Any]) -> Iterator[Findin
     if not gpus:
         yield Finding("ok", "no NVIDIA GPU (nvidia-smi finds none): models run on the CPU")
     if "error" in probed:
-        yield Finding("broken", probed["error"], "install the locked packages: make setup, or pip install radixserve")
+        yield Finding("broken", probed["error"], "install the locked packages: make setup, or pip install .")
         return
     if gpus and probed["device"] != "cuda":
         built = f"torch is built for CUDA {probed['cuda']}" if probed["cuda"] else "torch is built without CUDA"
