@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -48,6 +49,7 @@ class Commands:
 def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int:
     """Serve until a signal or a failure; returns the exit status. Raises ``ConfigError`` when the port is not ours."""
     _open_standard_streams()
+    _raise_file_limit()
     with listen(config.host, config.port) as listener, runtime_folder() as folder, _signal_pipe() as signals:
         _say(f"radixserve listens on {url_of(listener)} and loads {config.model}; Ctrl-C stops it")
         environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock", URL_VARIABLE: url_of(listener)}
@@ -65,6 +67,13 @@ def _open_standard_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR_FD:
         os.set_inheritable(fd, True)
     os.close(fd)
+
+
+def _raise_file_limit() -> None:
+    """Let us and the children, who inherit it, open all files we may: each connection is one, and shells set 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a system that promises more than it gives
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _say(line: str) -> None:

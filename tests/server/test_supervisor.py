@@ -121,6 +121,13 @@ def test_closed_or_full_standard_streams_do_not_stop_it(start: Start, redirectio
     service.assert_nothing_left()
 
 
+def test_children_may_open_as_many_files_as_the_system_lets_them(start: Start) -> None:
+    service = start(prefix=("sh", "-c", 'ulimit -S -n 128; exec "$@"', "sh"))
+    service.await_start()
+    soft, hard = psutil.Process(service.pids("worker")[0]).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard > 128
+
+
 def test_a_second_signal_stops_at_once(start: Start) -> None:
     service = start(drain_s=600)
     service.await_start()
