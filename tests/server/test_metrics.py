@@ -155,6 +155,14 @@ def test_one_scrape_of_any_worker_tells_of_all(folder: Path) -> None:
         assert answers(first.url) == 5  # those of a worker that left still count
 
 
+def test_all_workers_round_a_sum_alike(tmp_path: Path) -> None:
+    workers = [WorkerNumbers(tmp_path) for _ in range(5)]
+    for worker, seconds in zip(workers, (1e16, 1.0, 0.1, 0.7, 3.3), strict=True):
+        worker.numbers.histograms["e2e_request_latency_seconds"].observe(seconds)
+        worker.publish()
+    assert len({worker.sum_of_all().histograms["e2e_request_latency_seconds"].total for worker in workers}) == 1
+
+
 def answers(url: str) -> float:
     return value(scrape(url), "request_success_total", finished_reason="stop")
 
