@@ -1,6 +1,7 @@
 """What the requests of this process went through, counted for /metrics, and added up over all workers.
 
-Latencies are counted in plain arrays, without locks: the time between tokens is observed for every token. The Prometheus side of it is ``routes/metrics.py``.
+Latencies are counted in plain arrays without locks, as the time between tokens is observed for every token. The
+Prometheus side of it is ``routes/metrics.py``.
 """
 
 from __future__ import annotations
