@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from radixserve.engine.messages import EngineStats, EngineStatus
 from radixserve.server.metrics import BOUNDS, COUNTERS, Histogram, Numbers
@@ -99,7 +99,7 @@ class Snapshot(Collector):
         return family
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format, never OpenMetrics: in that the client library replaces the colon of our names."""
     frontend = frontend_of(request)
