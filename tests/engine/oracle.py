@@ -22,7 +22,8 @@ NUM_TOKENS = 16
 NEAR_TIE = 1e-3
 
 _SHORT = """The capital of France is|Water boils at|def fibonacci(n):|1, 2, 3, 5, 8, 13,|Once upon a time
-Dear Sir or Madam,|SELECT name FROM users WHERE|The quick brown fox|In 1969, humans|La capitale de l'Espagne est|Der schnelle braune Fuchs
+Dear Sir or Madam,|SELECT name FROM users WHERE|The quick brown fox
+In 1969, humans|La capitale de l'Espagne est|Der schnelle braune Fuchs
 import numpy as np|E = mc^2 means that|Q: What is 7 times 8? A:|She opened the door and|{"name": "Ada", "age":
 The three primary colors are|<html><head><title>|To be, or not to be,|My favourite recipe needs|A haiku about rain:
 Photosynthesis is the process by which|The stock market fell because|for i in range(10):|Hello|a|日本の首都は
