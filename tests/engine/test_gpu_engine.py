@@ -29,6 +29,12 @@ SIZES: dict[str, Any] = {
     "head_dim": 128,
     "initializer_range": 0.08,
 }
+SMALL_HEADS: dict[str, Any] = {
+    "hidden_size": 576,
+    "head_dim": 64,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
 BASE = tiny_models.random_ids(90, seed=0)
 PROMPTS = [
     tiny_models.random_ids(1, seed=1),
@@ -44,8 +50,10 @@ PROMPTS = [
 class Model:
     """A random model on disk, and transformers' view of its bf16 weights."""
 
-    def __init__(self, variant: str, folder: Path):
-        self.oracle = tiny_models.make(variant, **SIZES).bfloat16().float()
+    def __init__(self, variant: str, folder: Path, **sizes: Any):
+        self.oracle = tiny_models.make(variant, **{**SIZES, **sizes})
+        for parameter in self.oracle.parameters():  # and not the buffers: the angles of RoPE stay exact
+            parameter.data = parameter.data.bfloat16().float()
         self.folder = tiny_models.save(self.oracle, folder)
 
     def open(self, **options: Any) -> LLM:
@@ -99,6 +107,14 @@ def test_greedy_answers_are_those_of_transformers(model: Model, options: dict[st
         model.check([llm.generate(prompt, greedy())[0] for prompt in PROMPTS[::3]])
 
 
+def test_three_query_heads_of_64_values_share_a_key_head(tmp_path: Path) -> None:
+    """The shape of the default model."""
+    model = Model("llama", tmp_path, **SMALL_HEADS)
+    for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 48}):
+        with model.open(**options) as llm:
+            model.check(llm.generate(PROMPTS, greedy()))
+
+
 @pytest.mark.parametrize("options", [{"attention_backend": "torch"}, {"dtype": "float32"}], ids=str)
 def test_plain_torch_kernels_work_on_a_gpu(llama: Model, options: dict[str, Any]) -> None:
     with llama.open(**options) as llm:
@@ -136,7 +152,7 @@ def test_special_rules_in_a_replayed_step_leave_the_others_alone(llama: Model) -
 
 
 def test_request_with_non_finite_logits_fails_alone(tmp_path: Path, llama: Model) -> None:
-    poisoned = tiny_models.make("llama", **SIZES).bfloat16().float()
+    poisoned = tiny_models.make("llama", **SIZES)
     poison = 150
     poisoned.model.embed_tokens.weight.data[poison] = torch.nan
     healthy = [[token for token in prompt if token != poison] for prompt in PROMPTS]
