@@ -107,7 +107,7 @@ def test_bodies_of_megabytes_hold_up_nobody(api: Api) -> None:
         answers = list(pool.map(lambda size: api.post(CHAT, chat_body(words * (size // len(words)))), sizes))
         assert refused(api.post(CHAT, chat_body(words * 1_400_000)), 413)["code"] == "body_too_large"
         done.set()
-        assert prober.result() > 3
+        assert prober.result() >= 2  # at its start and at its end, if the bodies are through sooner than that
     for answer in answers:
         assert refused(answer)["code"] == "context_length_exceeded"
 
