@@ -115,7 +115,7 @@ def fuzz(operation: Any, url: str, mode: str, examples: int, tame: Tame = any_mo
 @pytest.mark.parametrize("path", WITH_BODY)
 @pytest.mark.usefixtures("neighbour")
 def test_any_body_gets_a_proper_answer(service: Service, schema: Any, path: str, mode: str) -> None:
-    fuzz(schema[path]["POST"], service.url, mode, 40 if path.startswith("/v1") else 15)
+    fuzz(schema[path]["POST"], service.url, mode, 25 if path.startswith("/v1") else 10)
     service.wait_until(lambda: len(service.engine.running) <= 1)
 
 
@@ -126,7 +126,7 @@ def test_aborts_are_answered_too(service: Service, schema: Any, mode: str) -> No
 
 @pytest.mark.parametrize(("method", "path"), WITHOUT_BODY)
 def test_routes_without_a_body_answer_as_described(service: Service, schema: Any, method: str, path: str) -> None:
-    fuzz(schema[path][method], service.url, "positive", 15)
+    fuzz(schema[path][method], service.url, "positive", 10)
 
 
 @pytest.mark.parametrize("path", WITH_BODY[:2])
@@ -134,6 +134,6 @@ def test_the_real_engine_goes_on_whatever_reaches_it(api: Api, schema: Any, path
     known = api.greedy("Once upon a time", 40).text
     neighbour = Reader(api, comp_body("Once upon a time", max_tokens=40))
     for mode in ("positive", "negative"):
-        fuzz(schema[path]["POST"], api.server.url, mode, 12, short_answer)
+        fuzz(schema[path]["POST"], api.server.url, mode, 8, short_answer)
     assert neighbour.text() == known
     assert api.server.wait_idle()["failed"] == 0
