@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.lifeline import is_alive
 from radixserve.engine.messages import EngineStatus, Hello, Rejected, ToEngine, ToFrontend
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Frontends:
     def take_gone(self) -> list[bytes]:
         """Frontends lost since the last call."""
         for frontend, pid in list(self._unwatched.items()):
-            if not _is_alive(pid):
+            if not is_alive(pid):
                 self._lose(frontend)
         gone, self._gone = self._gone, []
         return gone
@@ -134,13 +135,3 @@ def _submitted_uid(body: bytes) -> int | None:
         return None
     uid = raw.get("uid") if isinstance(raw, dict) and raw.get("type") == "submit" else None
     return uid if isinstance(uid, int) else None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # it exists and is somebody else's
-    return True

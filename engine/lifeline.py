@@ -54,13 +54,29 @@ def watch(on_drain: Callable[[float], None] | None = None) -> None:
 
     ``on_drain`` is called in that thread with the seconds that running requests get; it must return quickly.
     """
-    if sys.platform == "linux":
-        # The pipe's end is seen by a thread, which a C call that keeps the GIL could delay; the kernel is not delayed.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The pipe's end is seen by a thread, which a C call that keeps the GIL could delay; the kernel is not delayed.
+    end_with_parent(signal.SIGKILL)
     pipe = os.dup(_STDIN_FD)
     with open(os.devnull, "rb") as devnull:
         os.dup2(devnull.fileno(), _STDIN_FD)  # so that no grandchild (a compiler, ...) eats our commands
     threading.Thread(target=_obey, args=(pipe, on_drain), name="lifeline", daemon=True).start()
+
+
+def end_with_parent(stop_signal: signal.Signals) -> None:
+    """Let the kernel send ``stop_signal`` to this process when its parent dies. Does nothing but on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, stop_signal)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of that id exists, ours or somebody else's."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _obey(pipe: int, on_drain: Callable[[float], None] | None) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from radixserve.engine.lifeline import is_alive
 from radixserve.engine.messages import (
     Abort,
     AbortRequest,
@@ -132,7 +133,7 @@ class EngineClient:
         now = time.monotonic()
         if now - max(self._last_heard, self._last_greeting) > GREETING_S and self._send(Hello(os.getpid())):
             self._last_greeting = now
-        if self.status is not None and self._pidfd is None and not _is_alive(self.status.pid):
+        if self.status is not None and self._pidfd is None and not is_alive(self.status.pid):
             self._on_death()
         self._look_soon()  # ZMQ's descriptor is edge-triggered; this bounds what a lost edge could cost.
 
@@ -332,13 +333,3 @@ class EngineClient:
         for call in failed.values():
             call.meter.failed()
             call.sink.on_failed(RequestFailed(why, status=503, code="engine_dead", retry_after_s=2))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -16,11 +15,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 import httpx
 
 from radixserve.engine.errors import ConfigError, RadixServeError
+from radixserve.engine.lifeline import end_with_parent
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -28,7 +29,6 @@ COMPLETION_PATH = "/v1/completions"
 _SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
 _POLL_S = 0.1
 _STOP_S = 10.0
-_PR_SET_PDEATHSIG = 1
 _ERROR_LINE = re.compile(r"^(?:radixserve: (?:error: )?|\S+ ERROR +[\w.]+: )(.*)", re.MULTILINE)
 _EPILOG = """\
 Without --url the model is served by a server of its own, on a free port, until the command ends; what follows -- are
@@ -188,7 +188,7 @@ def _local_server(options: Sequence[str]) -> Iterator[str]:
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,  # a Ctrl-C of the terminal is for us
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         assert process.stdout is not None
         try:
@@ -201,10 +201,6 @@ def _local_server(options: Sequence[str]) -> Iterator[str]:
         finally:
             _stop(process)
             process.stdout.close()
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:

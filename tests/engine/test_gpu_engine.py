@@ -35,16 +35,6 @@ SMALL_HEADS: dict[str, Any] = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
 }
-BASE = tiny_models.random_ids(90, seed=0)
-PROMPTS = [
-    tiny_models.random_ids(1, seed=1),
-    tiny_models.random_ids(33, seed=2),
-    BASE[:40],
-    BASE[:64],
-    BASE + tiny_models.random_ids(50, seed=3),
-    BASE + tiny_models.random_ids(20, seed=4),
-    tiny_models.random_ids(200, seed=5),
-]
 
 
 class Model:
@@ -100,11 +90,11 @@ def greedy(**rules: Any) -> SamplingParams:
 )
 def test_greedy_answers_are_those_of_transformers(model: Model, options: dict[str, Any]) -> None:
     with model.open(**options) as llm:
-        model.check(llm.generate(PROMPTS, greedy()))
-        warm = llm.generate(PROMPTS[::-1], greedy())
+        model.check(llm.generate(tiny_models.PROMPTS, greedy()))
+        warm = llm.generate(tiny_models.PROMPTS[::-1], greedy())
         model.check(warm)
         assert sum(completion.cached_tokens for completion in warm) > 0
-        model.check([llm.generate(prompt, greedy())[0] for prompt in PROMPTS[::3]])
+        model.check([llm.generate(prompt, greedy())[0] for prompt in tiny_models.PROMPTS[::3]])
 
 
 def test_three_query_heads_of_64_values_share_a_key_head(tmp_path: Path) -> None:
@@ -112,21 +102,24 @@ def test_three_query_heads_of_64_values_share_a_key_head(tmp_path: Path) -> None
     model = Model("llama", tmp_path, **SMALL_HEADS)
     for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 48}):
         with model.open(**options) as llm:
-            model.check(llm.generate(PROMPTS, greedy()))
+            model.check(llm.generate(tiny_models.PROMPTS, greedy()))
 
 
 @pytest.mark.parametrize("options", [{"attention_backend": "torch"}, {"dtype": "float32"}], ids=str)
 def test_plain_torch_kernels_work_on_a_gpu(llama: Model, options: dict[str, Any]) -> None:
     with llama.open(**options) as llm:
-        llama.check(llm.generate(PROMPTS, greedy()))
+        llama.check(llm.generate(tiny_models.PROMPTS, greedy()))
 
 
 def test_overlap_and_repetition_change_no_token(llama: Model) -> None:
-    rules = [SamplingParams(seed=i, temperature=0.8, max_tokens=30 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+    rules = [
+        SamplingParams(seed=i, temperature=0.8, max_tokens=30 + i, ignore_eos=True)
+        for i in range(len(tiny_models.PROMPTS))
+    ]
     found = []
     for disabled in (True, False, False):
         with llama.open(disable_overlap_schedule=disabled, disable_radix_cache=True) as llm:
-            found.append([completion.token_ids for completion in llm.generate(PROMPTS, rules)])
+            found.append([completion.token_ids for completion in llm.generate(tiny_models.PROMPTS, rules)])
     assert found[0] == found[1] == found[2]
 
 
@@ -138,7 +131,7 @@ def test_special_rules_in_a_replayed_step_leave_the_others_alone(llama: Model) -
         greedy(frequency_penalty=2.0),
     ]  # fmt: skip
     with llama.open() as llm:
-        completions = llm.generate(PROMPTS, rules)
+        completions = llm.generate(tiny_models.PROMPTS, rules)
     biased, penalized = completions.pop(2), completions.pop(-1)
     llama.check(completions)
     assert biased.token_ids == [9] * NUM_TOKENS
@@ -155,7 +148,7 @@ def test_request_with_non_finite_logits_fails_alone(tmp_path: Path, llama: Model
     poisoned = tiny_models.make("llama", **SIZES)
     poison = 150
     poisoned.model.embed_tokens.weight.data[poison] = torch.nan
-    healthy = [[token for token in prompt if token != poison] for prompt in PROMPTS]
+    healthy = [[token for token in prompt if token != poison] for prompt in tiny_models.PROMPTS]
     tiny_models.save(poisoned, tmp_path)
     with LLM(str(tmp_path), device="cuda", num_pages=64, max_num_seqs=12) as llm:
         for _ in range(2):

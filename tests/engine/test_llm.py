@@ -15,17 +15,6 @@ from radixserve.engine.llm import LLM
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.tests.engine import tiny_models
 
-BASE = tiny_models.random_ids(90, seed=0)
-PROMPTS = [
-    tiny_models.random_ids(1, seed=1),
-    tiny_models.random_ids(33, seed=2),
-    BASE[:40],
-    BASE[:64],
-    BASE + tiny_models.random_ids(50, seed=3),
-    BASE + tiny_models.random_ids(20, seed=4),
-    tiny_models.random_ids(200, seed=5),
-]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers() -> list[list[int]]:
     """What transformers generates greedily."""
     oracle = tiny_models.make("llama")
-    return [tiny_models.generate(oracle, prompt, 12) for prompt in PROMPTS]
+    return [tiny_models.generate(oracle, prompt, 12) for prompt in tiny_models.PROMPTS]
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
@@ -59,37 +48,38 @@ def test_greedy_answers_equal_transformers(
 ) -> None:
     options = {"max_num_batched_tokens": chunk, "page_size": page_size, "disable_overlap_schedule": not overlap}
     with open_llm(folder, **options) as llm:
-        assert tokens(llm, PROMPTS, greedy()) == answers
-        assert tokens(llm, PROMPTS, greedy()) == answers
-        assert [tokens(llm, prompt, greedy())[0] for prompt in PROMPTS] == answers
+        assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
+        assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
+        assert [tokens(llm, prompt, greedy())[0] for prompt in tiny_models.PROMPTS] == answers
 
 
 def test_answers_survive_retraction(folder: Path, answers: list[list[int]]) -> None:
     with open_llm(folder, page_size=4, num_pages=66) as llm:  # the longest request needs 55 of them
         for _ in range(2):
-            assert tokens(llm, PROMPTS, greedy()) == answers
+            assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
 
 
 def test_seeded_draws_do_not_depend_on_batch_chunk_cache_or_retraction(folder: Path) -> None:
     rules = [
-        SamplingParams(seed=i, max_tokens=12, ignore_eos=True, temperature=0.8, top_k=20) for i in range(len(PROMPTS))
+        SamplingParams(seed=i, max_tokens=12, ignore_eos=True, temperature=0.8, top_k=20)
+        for i in range(len(tiny_models.PROMPTS))
     ]
     with open_llm(folder, disable_radix_cache=True) as llm:
-        alone = [tokens(llm, prompt, rule)[0] for prompt, rule in zip(PROMPTS, rules, strict=True)]
+        alone = [tokens(llm, prompt, rule)[0] for prompt, rule in zip(tiny_models.PROMPTS, rules, strict=True)]
     for options in ({"max_num_batched_tokens": 32}, {"page_size": 4, "num_pages": 66}):
         with open_llm(folder, **options) as llm:
-            assert tokens(llm, PROMPTS, rules) == alone
-            assert tokens(llm, PROMPTS[::-1], rules[::-1]) == alone[::-1]
+            assert tokens(llm, tiny_models.PROMPTS, rules) == alone
+            assert tokens(llm, tiny_models.PROMPTS[::-1], rules[::-1]) == alone[::-1]
 
 
 def test_second_time_the_prompt_comes_from_the_cache(folder: Path) -> None:
     with open_llm(folder, page_size=16) as llm:
-        first, second = (llm.generate(PROMPTS[6], greedy())[0] for _ in range(2))
+        first, second = (llm.generate(tiny_models.PROMPTS[6], greedy())[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 192)
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(folder: Path) -> None:
-    prompt = PROMPTS[4]
+    prompt = tiny_models.PROMPTS[4]
     expected = tiny_models.logits(tiny_models.make("llama"), prompt).log_softmax(-1)
     for chunk in (16, 2048):
         with open_llm(folder, max_num_batched_tokens=chunk) as llm:
@@ -104,7 +94,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(folder: Path) -> None:
 
 def test_logprobs_come_with_each_token(folder: Path) -> None:
     with open_llm(folder) as llm:
-        plain, asking = llm.generate(PROMPTS[:2], [greedy(), greedy(logprobs=3)])
+        plain, asking = llm.generate(tiny_models.PROMPTS[:2], [greedy(), greedy(logprobs=3)])
     assert plain.logprobs == []
     assert [entry.token_id for entry in asking.logprobs] == asking.token_ids
     assert all(entry.top[0][0] == entry.token_id and len(entry.top) == 3 for entry in asking.logprobs)
@@ -114,7 +104,7 @@ def test_request_with_non_finite_logits_fails_alone(tmp_path: Path) -> None:
     oracle = tiny_models.make("llama")
     poison = 150
     oracle.model.embed_tokens.weight.data[poison] = torch.nan
-    healthy = [[token for token in prompt if token != poison] for prompt in PROMPTS]
+    healthy = [[token for token in prompt if token != poison] for prompt in tiny_models.PROMPTS]
     with open_llm(tiny_models.save(oracle, tmp_path), num_pages=64) as llm:
         expected = tokens(llm, healthy, greedy(6))
         for _ in range(3):  # poisoned pages are given to others
@@ -131,15 +121,15 @@ def test_mixed_rules_share_a_batch(folder: Path) -> None:
         SamplingParams(temperature=1.1, top_p=0.8, seed=4, max_tokens=12, ignore_eos=True),
     ]  # fmt: skip
     with open_llm(folder) as llm:
-        alone = [tokens(llm, PROMPTS[1], rule)[0] for rule in rules]
-        assert tokens(llm, [PROMPTS[1]] * 5, rules) == alone
+        alone = [tokens(llm, tiny_models.PROMPTS[1], rule)[0] for rule in rules]
+        assert tokens(llm, [tiny_models.PROMPTS[1]] * 5, rules) == alone
     assert alone[1] == [9] * 12
 
 
 def test_stop_ids_end_an_answer(folder: Path, answers: list[list[int]]) -> None:
     with open_llm(folder) as llm:
         stop = answers[0][3]
-        completion = llm.generate(PROMPTS[0], greedy(stop_token_ids=(stop,)))[0]
+        completion = llm.generate(tiny_models.PROMPTS[0], greedy(stop_token_ids=(stop,)))[0]
     assert completion.finish_reason == "stop"
     assert completion.token_ids == answers[0][: answers[0].index(stop) + 1]
 
@@ -155,13 +145,13 @@ def test_unknown_option_is_an_error_with_a_suggestion(folder: Path) -> None:
 def test_one_hopeless_prompt_is_refused_before_any_is_computed(folder: Path) -> None:
     with open_llm(folder) as llm:
         with pytest.raises(InvalidRequest, match="512"):
-            llm.generate([PROMPTS[0], [5] * 600], greedy())
-        assert tokens(llm, PROMPTS[0], greedy(2))[0]
+            llm.generate([tiny_models.PROMPTS[0], [5] * 600], greedy())
+        assert tokens(llm, tiny_models.PROMPTS[0], greedy(2))[0]
 
 
 def test_rules_must_be_as_many_as_prompts(folder: Path) -> None:
     with open_llm(folder) as llm, pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
-        llm.generate(PROMPTS[0], [greedy(), greedy()])
+        llm.generate(tiny_models.PROMPTS[0], [greedy(), greedy()])
 
 
 def test_text_needs_a_tokenizer(folder: Path) -> None:
@@ -173,7 +163,7 @@ def test_closed_llm_says_so(folder: Path) -> None:
     llm = open_llm(folder)
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
-        llm.generate(PROMPTS[0])
+        llm.generate(tiny_models.PROMPTS[0])
 
 
 @pytest.mark.parametrize("prompt", [[1.5], ["a"], [1 << 40], [-1], [None]])
@@ -189,8 +179,8 @@ def test_ctrl_c_ends_a_call_and_the_next_one_works(folder: Path, answers: list[l
             threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
             with pytest.raises(KeyboardInterrupt):
                 while True:
-                    llm.generate(PROMPTS, greedy(40))
-        assert tokens(llm, PROMPTS, greedy()) == answers
+                    llm.generate(tiny_models.PROMPTS, greedy(40))
+        assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
 
 
 def test_context_longer_than_the_model_is_refused(folder: Path) -> None:

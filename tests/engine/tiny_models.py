@@ -80,3 +80,16 @@ def generate(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
 def random_ids(length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+
+
+# Short, long, and with shared beginnings that end on and off the borders of pages.
+BASE = random_ids(90, seed=0)
+PROMPTS = [
+    random_ids(1, seed=1),
+    random_ids(33, seed=2),
+    BASE[:40],
+    BASE[:64],
+    BASE + random_ids(50, seed=3),
+    BASE + random_ids(20, seed=4),
+    random_ids(200, seed=5),
+]
