@@ -72,7 +72,8 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual); may overwrite both inputs."""
+        """Return (rms_norm(x + residual), x + residual); may overwrite both inputs. x: [T, H], or what ``add_linear``
+        has left pending."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class Ops(Protocol):
     def project(
         self,
         stream: Tensor,  # [T, H], the residual stream; may be overwritten
-        pending: Tensor | None,  # [T, H], what is still to be added to it
+        pending: Tensor | None,  # what is still to be added to it, as ``add_linear`` has returned it
         norm: Tensor,  # [H]
         eps: float,
         weight: Tensor,  # [out, H]; gated: [2 out, H], first the gates
@@ -113,7 +114,7 @@ class Ops(Protocol):
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Add y [T, in] @ weight[H, in].T (+ bias) to the stream: at once where that is free, else left pending for
-        ``project``. Return (stream, pending)."""
+        ``project`` or ``add_rms_norm``, as [T, H] or in parts [P, T, H]. Return (stream, pending)."""
         ...
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -3,7 +3,6 @@ may start while the one before it ends, and waits (``gdc_wait``) before it touch
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,11 +11,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _rms_norm(
-    x_ptr,  # [T, SIZE]
+    x_ptr,  # [PARTS, T, SIZE], to be summed
     residual_ptr,  # [T, SIZE], read and overwritten if ADD
     weight_ptr,  # [SIZE]
     out_ptr,  # [T, SIZE]
     eps,
+    part_stride,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
@@ -30,6 +31,8 @@ def _rms_norm(
         gdc_wait()
     spot = tl.program_id(0).to(tl.int64) * SIZE + at
     x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * part_stride + spot, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         # The sum is rounded first, as the stream that the next layer reads is: both see the same numbers.
         x = (x + tl.load(residual_ptr + spot, mask=inside, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
@@ -117,16 +120,19 @@ def _rope_store(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, pdl: bool) -> Tensor:
-    """Norm of x [T, H], or of x + residual, which then replaces ``residual``."""
-    out = torch.empty_like(x)
-    size = x.shape[-1]
+    """Norm of x [T, H], or of x + residual, which then replaces ``residual``; x may come in parts [P, T, H]."""
+    parts = x.shape[0] if x.dim() == 3 else 1
+    tokens, size = x.shape[-2:]
+    out = x.new_empty(tokens, size)
     block = triton.next_power_of_2(size)
-    _rms_norm[(x.shape[0],)](
+    _rms_norm[(tokens,)](
         x,
         x if residual is None else residual,
         weight,
         out,
         eps,
+        tokens * size,
+        PARTS=parts,
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,

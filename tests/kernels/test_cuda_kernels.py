@@ -219,3 +219,23 @@ def test_fused_linear_equals_torch(m: int, n: int, k: int, mode: str) -> None:
     if residual is not None:
         reference += residual.float()
     assert error(fused_linear(x, weight, norm=norm, eps=1e-6, gated=gated, residual=residual), reference) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 65, 200, 300])
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 3072), (4096, 4096), (576, 1536)])
+def test_projections_of_the_stream_equal_torch(tokens: int, hidden: int, inner: int) -> None:
+    from radixserve.kernels.cuda_ops import CudaOps
+
+    stream, y, norm = randn(tokens, hidden), randn(tokens, inner), randn(hidden)
+    down, gate_up = randn(hidden, inner) / inner**0.5, randn(2 * inner, hidden) / hidden**0.5
+    wide = stream.float() + y.float() @ down.float().t()
+    normed = F.rms_norm(wide, (hidden,), norm.float(), 1e-6)
+    gate, up = (normed @ gate_up.float().t()).chunk(2, dim=-1)
+    ops = CudaOps(pdl=True)
+    added, pending = ops.add_linear(stream.clone(), y, down)
+    added, product = ops.project(added, pending, norm, 1e-6, gate_up, gated=True)
+    assert error(added, wide) < 1e-2
+    assert error(product, F.silu(gate) * up) < 2e-2
+    added, pending = ops.add_linear(stream.clone(), y, down)
+    if pending is not None:
+        assert error(ops.add_rms_norm(pending, added, norm, 1e-6)[0], normed) < 1e-2
