@@ -8,6 +8,7 @@ import numpy as np
 
 from radixserve.engine.decode import DecodeRows
 from radixserve.engine.request import Request
+from radixserve.engine.sharing import SharedRows
 from radixserve.engine.step import Int32s
 from radixserve.kvcache.manager import CacheManager, Lease
 
@@ -18,11 +19,12 @@ class RunningRequests:
     A request that ends while a launched step contains it keeps its row and pages until that step is completed.
     """
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: CacheManager, *, tells_shared: bool) -> None:
         num_rows = len(cache.page_table)
         self.by_row: dict[int, Request] = {}
         self.prefills: list[Request] = []  # oldest admission first, until the step with the last chunk is completed
         self.decodes = DecodeRows(num_rows)
+        self.shared = SharedRows(cache) if tells_shared else None
         self.completed_step = 0
         self._cache = cache
         self._last_step = np.zeros(num_rows, np.int64)
@@ -37,6 +39,12 @@ class RunningRequests:
         request.computed = request.published = lease.cached_len
         self.by_row[lease.row] = request
         self.prefills.append(request)
+
+    def prefilled(self, request: Request) -> None:
+        """The step with the last chunk of ``request`` is completed."""
+        self.prefills.remove(request)
+        if self.shared is not None:
+            self.shared.join(_lease_of(request).row)
 
     def launched(self, rows: Int32s | int, step: int) -> None:
         """``step`` is launched with ``rows``."""
@@ -74,6 +82,8 @@ class RunningRequests:
 
     def _detach(self, request: Request, lease: Lease) -> None:
         self.decodes.stop(lease.row)
+        if self.shared is not None:
+            self.shared.leave(lease.row)
         if request in self.prefills:
             self.prefills.remove(request)
 

@@ -48,6 +48,9 @@ class Scheduler:
     Use: ``submit`` and ``abort`` at any time; ``schedule`` a plan, launch it, and ``complete`` (or ``fail``) the plans
     in the order they were made. The next plan may be made before the last one is completed. ``take_events`` returns
     what there is to tell. Every accepted request ends in exactly one event with a ``finish``.
+
+    ``shares_prefixes``: requests wait for a prefix that another one computes right now. ``tells_shared``: plans say
+    which decode rows share a prefix.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Scheduler:
         options: SchedulerOptions,
         *,
         shares_prefixes: bool = True,
+        tells_shared: bool = False,
         seed: int = 0,
     ) -> None:
         policy = POLICIES[options.schedule_policy]
@@ -67,7 +71,7 @@ class Scheduler:
         self._pool_tokens = cache.stats().total_tokens
         self._seeds = random.Random(seed)  # noqa: S311 (not for secrets)
         self._requests: dict[RequestKey, Request] = {}  # accepted and not ended
-        self._running = RunningRequests(cache)
+        self._running = RunningRequests(cache, tells_shared=tells_shared)
         self._admission = Admission(
             cache,
             self._running,
@@ -269,8 +273,10 @@ class Scheduler:
             self._running.launched(row, step)
             if not request.unfinished:
                 decodes.start(row, len(request.known), request.max_total)
-        page_rows, page_cols, page_ids = self._cache.take_page_writes()
-        return StepPlan(step, tuple(setups), page_rows, page_cols, page_ids, decode_rows, kv_lens, tuple(chunks))
+        sharing = self._running.shared
+        shared = None if sharing is None else sharing.among(decode_rows)
+        writes = self._cache.take_page_writes()
+        return StepPlan(step, tuple(setups), *writes, decode_rows, kv_lens, tuple(chunks), shared)
 
     def _setup(self, request: Request, row: int) -> RowSetup:
         eos = () if request.sampling.ignore_eos else self._limits.eos_token_ids
@@ -289,7 +295,7 @@ class Scheduler:
             # After a retraction the prompt is computed again: what comes now takes the place of what was there.
             request.prompt_logprobs[chunk.start :] = prompt_logprobs[chunk.row]
         if chunk.samples:
-            self._running.prefills.remove(request)
+            self._running.prefilled(request)
 
     def _take_token(self, request: Request, token: int, failed: bool, logprobs: TokenLogprobs | None) -> None:
         """A sampled token belongs to ``request``, which may have ended since the step was launched."""

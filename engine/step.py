@@ -47,11 +47,25 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Groups of decode rows that begin with the same pages; no row is in two.
+
+    Group g consists of ``members[starts[g]:starts[g + 1]]`` (two or more indices into ``decode_rows``), whose first
+    ``num_pages[g]`` page-table entries are equal. Those pages are full, and each row has tokens behind them.
+    """
+
+    members: Int32s  # [M]
+    starts: Int32s  # [G + 1]
+    num_pages: Int32s  # [G]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass: ``decode_rows`` feed their last token, then come the ``chunks``.
 
     ``decode_lens`` [D]: KV length of each decode row counting the token fed now, so the token's position is one less.
     ``page_rows/page_cols/page_ids`` [P]: page-table entries to write before the forward, ``table[row, col] = page``.
+    ``shared``: which decode rows share a prefix, if the scheduler was told to say so.
     """
 
     step: int
@@ -62,6 +76,7 @@ class StepPlan:
     decode_rows: Int32s
     decode_lens: Int32s
     chunks: tuple[PrefillChunk, ...]
+    shared: SharedPrefixes | None = None
 
     @property
     def num_tokens(self) -> int:

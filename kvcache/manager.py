@@ -89,6 +89,10 @@ class CacheManager:
         """Pages in the lease's row, shared ones included."""
         return int(self._row_pages[lease.row])
 
+    def cached_pages(self, row: int) -> int:
+        """Pages at the beginning of a leased row that belong to the prefix cache, so that other rows may show them."""
+        return self._leases[row].handle.cached_len // self.page_size
+
     def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
         """Tokens that ``admit`` would find cached now. Changes nothing, not even what counts as recently used."""
         return self._prefixes.cached_len(token_ids[:-1], namespace)

@@ -114,9 +114,9 @@ class FakeRunner:
             raise
 
     def _execute(self, plan: StepPlan) -> FakePendingStep:
-        self._check_form(plan)
         self.plans.append(plan)
         self.table[plan.page_rows, plan.page_cols] = plan.page_ids
+        self._check_form(plan)
         first_starts = {chunk.row: chunk.start for chunk in plan.chunks}
         for setup in plan.setups:
             row = _Row(setup, [], [], first_starts[setup.row])
@@ -145,7 +145,20 @@ class FakeRunner:
         rows = [*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks)]
         assert len(set(rows)) == len(rows), "a row occurs twice in a step"
         assert all(len(chunk.token_ids) for chunk in plan.chunks), "an empty chunk"
+        self._check_shared(plan)
         assert {setup.row for setup in plan.setups} <= {chunk.row for chunk in plan.chunks}
+
+    def _check_shared(self, plan: StepPlan) -> None:
+        """Rows of a group show the same full pages at their beginning, and none of it is only another group's."""
+        assert plan.shared is not None
+        members, starts = plan.shared.members.tolist(), plan.shared.starts.tolist()
+        assert len(set(members)) == len(members) == starts[-1], "a row is in two groups"
+        for group, num_pages in enumerate(plan.shared.num_pages.tolist()):
+            indices = members[starts[group] : starts[group + 1]]
+            assert len(indices) > 1 and num_pages > 0, "a group that shares nothing"
+            lines = self.table[plan.decode_rows[indices], :num_pages]
+            assert (lines == lines[0]).all(), "rows of a group begin with different pages"
+            assert (plan.decode_lens[indices] > num_pages * self.page_size).all(), "a shared page is not full"
 
     def _store(self, plan: StepPlan) -> None:
         """All tokens of a step store their KV before any of them attends."""
@@ -252,7 +265,7 @@ class Harness:
         self.max_total = min(max_model_len, num_pages * page_size)
         self.runner = FakeRunner(page_size, num_pages, num_rows, max_pages, vocab_size, step_tokens)
         limits = SchedulerLimits(max_model_len, vocab_size, step_tokens, (EOS,))
-        self.scheduler = Scheduler(self.cache, limits, self.options, shares_prefixes=radix)
+        self.scheduler = Scheduler(self.cache, limits, self.options, shares_prefixes=radix, tells_shared=True)
         self.pipeline = StepPipeline(self.scheduler, self.runner, overlap=overlap)
         self.answers: dict[tuple[bytes, int], Answer] = {}
         self.time = 0
