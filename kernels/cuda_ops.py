@@ -27,6 +27,9 @@ class CudaOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return triton_ops.silu_mul(gate_up, self._pdl)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return triton_ops.gelu_mul(gate_up, self._pdl)
+
     def rope_store(
         self,
         qkv: Tensor,

@@ -18,7 +18,8 @@ WORKSPACE_BYTES = 256 << 20  # split sequences leave their parts here
 
 
 class FlashInferAttention:
-    """``AttentionKernel`` for any mix of decodes and chunks. Owns FlashInfer's workspace and the plan of the step."""
+    """``AttentionKernel`` for any mix of decodes and chunks. Owns FlashInfer's workspace and the plans of the step, one
+    for each window of the layers."""
 
     plans_on_device = False
 
@@ -26,8 +27,11 @@ class FlashInferAttention:
         self._shape = shape
         self._device = device
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        # The planner reuses one piece of pinned memory, from which the last plan may still be on its way.
+        # The layers run one after the other, so all may leave their parts in the same workspace.
+        self._wrappers = {
+            window: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2") for window in shape.windows
+        }
+        # A planner reuses one piece of pinned memory, from which its last plan may still be on its way.
         self._planned = torch.cuda.Event()
 
     def plan(self, layout: BatchLayout) -> None:
@@ -42,31 +46,36 @@ class FlashInferAttention:
         page_starts = np.concatenate((np.zeros(1, np.int32), np.cumsum(num_pages, dtype=np.int32)))
         table = layout.page_table_host
         pages = np.concatenate([table[row, :count] for row, count in zip(rows, num_pages, strict=True)])
-        self._wrapper.plan(
-            torch.from_numpy(starts.astype(np.int32)),
-            torch.from_numpy(page_starts),
-            _to_device(pages, self._device),
-            torch.from_numpy(((kv_lens - 1) % layout.page_size + 1).astype(np.int32)),
-            self._shape.num_heads,
-            self._shape.num_kv_heads,
-            self._shape.head_dim,
-            layout.page_size,
-            causal=True,
-            q_data_type=self._shape.dtype,
-            kv_data_type=self._shape.dtype,
-            max_token_per_sequence=int(np.diff(starts).max()),
-            seq_lens=torch.from_numpy(kv_lens.astype(np.int32)),
-        )
+        page_ids = _to_device(pages, self._device)
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(
+                torch.from_numpy(starts.astype(np.int32)),
+                torch.from_numpy(page_starts),
+                page_ids,
+                torch.from_numpy(((kv_lens - 1) % layout.page_size + 1).astype(np.int32)),
+                self._shape.num_heads,
+                self._shape.num_kv_heads,
+                self._shape.head_dim,
+                layout.page_size,
+                causal=True,
+                sm_scale=self._shape.score_scale,
+                window_left=-1 if window is None else window - 1,  # tokens before the query's own
+                logits_soft_cap=self._shape.softcap,
+                q_data_type=self._shape.dtype,
+                kv_data_type=self._shape.dtype,
+                max_token_per_sequence=int(np.diff(starts).max()),
+                seq_lens=torch.from_numpy(kv_lens.astype(np.int32)),
+            )
         self._planned.record()
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
         out = torch.empty_like(q)
-        self.run_into(q, k_cache, v_cache, out)
+        self.run_into(q, k_cache, v_cache, out, window)
         return out
 
-    def run_into(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    def run_into(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, window: int | None = None) -> None:
         """As ``run``, into ``out`` [queries of the plan, q_heads, D]."""
-        self._wrapper.run(q, (k_cache, v_cache), out=out)
+        self._wrappers[window].run(q, (k_cache, v_cache), out=out)
 
 
 def _to_device(array: NDArray[np.int32], device: torch.device) -> Tensor:

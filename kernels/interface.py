@@ -24,6 +24,15 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype  # of q, k and v
+    scale: float | None = None  # of q . k; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # scaled scores become softcap * tanh(score / softcap) (Gemma 2)
+    # Each that some layer has: how many tokens a query sees, itself included; None: all before it.
+    windows: tuple[int | None, ...] = (None,)
+
+    @property
+    def score_scale(self) -> float:
+        """``scale`` or its default."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +68,9 @@ class AttentionKernel(Protocol):
         """Prepare one step; called once before the layers run."""
         ...
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """q [T, q_heads, D]; k_cache, v_cache [pages, page_size, kv_heads, D] of one layer -> [T, q_heads, D]."""
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
+        """q [T, q_heads, D]; k_cache, v_cache [pages, page_size, kv_heads, D] of one layer -> [T, q_heads, D].
+        ``window``: the layer's, one of the shape's."""
         ...
 
 
@@ -68,7 +78,7 @@ class Ops(Protocol):
     """Pointwise and small fused operations of a transformer layer."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H] -> [T, H], statistics in fp32."""
+        """x [T, H] -> [T, H], statistics in fp32. This and every other norm weight may be fp32 whatever x is."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -78,6 +88,10 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 I] -> silu(first half) * second half, [T, I]."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """As ``silu_mul``, with GELU in its tanh form."""
         ...
 
     def rope_store(

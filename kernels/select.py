@@ -78,7 +78,15 @@ def _cuda_attention(backend: str, shape: AttentionShape, device: torch.device, m
     from radixserve.kernels.triton_attention import TritonDecodeAttention
 
     decodes = TritonDecodeAttention(
-        shape.num_heads, shape.num_kv_heads, shape.head_dim, max_seqs, device, pdl=_has_pdl(device)
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        max_seqs,
+        device,
+        pdl=_has_pdl(device),
+        scale=shape.scale,
+        softcap=shape.softcap,
+        windows=shape.windows,
     )
     return SplitAttention(decodes, chunks)
 

@@ -27,11 +27,11 @@ class SplitAttention:
         if self._num_sequences > self._num_decodes:
             self._chunks.plan_from(layout, self._num_decodes)
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
         out = torch.empty_like(q)
         split = self._num_decodes
         if split:
-            self._decodes.run_decode(q[:split], k_cache, v_cache, out[:split])
+            self._decodes.run_decode(q[:split], k_cache, v_cache, out[:split], window)
         if self._num_sequences > split:
-            self._chunks.run_into(q[split:], k_cache, v_cache, out[split:])
+            self._chunks.run_into(q[split:], k_cache, v_cache, out[split:], window)
         return out

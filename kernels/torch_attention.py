@@ -40,46 +40,59 @@ class _Chunk:
 
     first: int
     last: int
-    slots: Tensor  # int64 [kv_len]
-    mask: Tensor | None  # [queries, kv_len], added to the scores
+    slots: Tensor  # int64 [L], of the tokens that some query sees
+    mask: Tensor | None  # [queries, L], added to the scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A step of the layers of one window."""
+
+    decodes: list[_DecodeGroup]
+    chunks: list[_Chunk]
 
 
 class TorchAttention:
-    """``AttentionKernel`` on torch's scaled dot-product attention; holds the plan of the current step."""
+    """``AttentionKernel`` on torch's scaled dot-product attention; holds the plans of the current step, one for each
+    window of the layers."""
 
     plans_on_device = False
 
     def __init__(self, shape: AttentionShape, device: torch.device):
         self._shape = shape
         self._device = device
-        self._decodes: list[_DecodeGroup] = []
-        self._chunks: list[_Chunk] = []
+        self._plans: dict[int | None, _Plan] = {}
 
     def plan(self, layout: BatchLayout) -> None:
-        self._decodes = self._plan_decodes(layout)
-        self._chunks = [self._plan_chunk(layout, s) for s in range(layout.num_decodes, len(layout.rows_host))]
+        chunks = range(layout.num_decodes, len(layout.rows_host))
+        for window in self._shape.windows:
+            planned = [self._plan_chunk(layout, sequence, window) for sequence in chunks]
+            self._plans[window] = _Plan(self._plan_decodes(layout, window), planned)
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
         keys, values = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in self._decodes:
+        for group in self._plans[window].decodes:
             out[group.queries] = self._decode(group, q[group.queries], keys, values)
-        for chunk in self._chunks:
+        for chunk in self._plans[window].chunks:
             out[chunk.first : chunk.last] = self._prefill(chunk, q[chunk.first : chunk.last], keys, values)
         return out
 
-    def _plan_decodes(self, layout: BatchLayout) -> list[_DecodeGroup]:
-        lens = layout.kv_lens_host[: layout.num_decodes]
-        groups = [self._plan_long(layout, int(sequence)) for sequence in np.flatnonzero(lens > _LONGEST_SHARED)]
+    def _plan_decodes(self, layout: BatchLayout, window: int | None) -> list[_DecodeGroup]:
+        kv_lens = layout.kv_lens_host[: layout.num_decodes]
+        lens = kv_lens if window is None else np.minimum(kv_lens, window)  # of what is seen
+        groups = [self._plan_long(layout, int(s), int(lens[s])) for s in np.flatnonzero(lens > _LONGEST_SHARED)]
         padded_lens = -(-lens // _SHARED_STEP) * _SHARED_STEP
         for length in range(_SHARED_STEP, _LONGEST_SHARED + 1, _SHARED_STEP):
             sequences, at_once = np.flatnonzero(padded_lens == length), _GATHERED_AT_ONCE // length
             for first in range(0, len(sequences), at_once):
-                groups.append(self._plan_shared(layout, sequences[first : first + at_once], length))
+                shared = sequences[first : first + at_once]
+                groups.append(self._plan_shared(layout, shared, lens[shared, None], length))
         return groups
 
-    def _plan_long(self, layout: BatchLayout, sequence: int) -> _DecodeGroup:
-        positions = np.arange(layout.kv_lens_host[sequence])
+    def _plan_long(self, layout: BatchLayout, sequence: int, seen: int) -> _DecodeGroup:
+        kv_len = layout.kv_lens_host[sequence]
+        positions = np.arange(kv_len - seen, kv_len)
         return _DecodeGroup(
             queries=slice(sequence, sequence + 1),
             slots=self._to_device(_slots(layout, layout.rows_host[sequence], positions)),
@@ -87,27 +100,31 @@ class TorchAttention:
             num_sequences=1,
         )
 
-    def _plan_shared(self, layout: BatchLayout, sequences: NDArray[np.intp], length: int) -> _DecodeGroup:
-        kv_lens = layout.kv_lens_host[sequences, None]
+    def _plan_shared(
+        self, layout: BatchLayout, sequences: NDArray[np.intp], seen: NDArray[np.int32], length: int
+    ) -> _DecodeGroup:
         # Padding reads the sequence's own last token: never another request's values, finite or not.
-        positions = np.minimum(np.arange(length), kv_lens - 1)
+        unseen = layout.kv_lens_host[sequences, None] - seen
+        positions = unseen + np.minimum(np.arange(length), seen - 1)
         return _DecodeGroup(
             queries=self._to_device(sequences),
             slots=self._to_device(_slots(layout, layout.rows_host[sequences, None], positions).reshape(-1)),
-            mask=self._mask(np.arange(length) < kv_lens)[:, None, None],
+            mask=self._mask(np.arange(length) < seen)[:, None, None],
             num_sequences=len(sequences),
         )
 
-    def _plan_chunk(self, layout: BatchLayout, sequence: int) -> _Chunk:
+    def _plan_chunk(self, layout: BatchLayout, sequence: int, window: int | None) -> _Chunk:
         first, last = (int(start) for start in layout.query_starts_host[sequence : sequence + 2])
         kv_len = int(layout.kv_lens_host[sequence])
-        positions = np.arange(kv_len)
-        query_positions = np.arange(kv_len - (last - first), kv_len)
+        first_query = kv_len - (last - first)
+        window = min(window or kv_len, kv_len)
+        positions = np.arange(max(0, first_query - window + 1), kv_len)
+        is_plain = first_query == 0 and window == kv_len and self._shape.softcap is None
         return _Chunk(
             first=first,
             last=last,
             slots=self._to_device(_slots(layout, layout.rows_host[sequence], positions)),
-            mask=None if last - first == kv_len else self._mask(positions <= query_positions[:, None]),
+            mask=None if is_plain else self._mask(_visible(np.arange(first_query, kv_len), positions, window)),
         )
 
     def _decode(self, group: _DecodeGroup, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -115,14 +132,24 @@ class TorchAttention:
         n, shape = group.num_sequences, self._shape
         k, v = (kv.index_select(0, group.slots).view(n, -1, *kv.shape[1:]).transpose(1, 2) for kv in (keys, values))
         grouped = q.reshape(n, shape.num_kv_heads, -1, shape.head_dim)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(q.shape)
+        return self._attend(grouped, k, v, group.mask).reshape(q.shape)
 
     def _prefill(self, chunk: _Chunk, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         k, v = (kv.index_select(0, chunk.slots).transpose(0, 1)[None] for kv in (keys, values))
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
+        return self._attend(q.transpose(0, 1)[None], k, v, chunk.mask, is_causal=chunk.mask is None)[0].transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
+        """q [n, q_heads, Q, D]; k, v [n, kv_heads, L, D]; ``mask`` is added to the scores."""
+        softcap, num_shared = self._shape.softcap, q.shape[1] // k.shape[1]
+        if softcap is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=is_causal, scale=self._shape.scale, enable_gqa=num_shared > 1
+            )
+        k, v = k.repeat_interleave(num_shared, dim=1), v.repeat_interleave(num_shared, dim=1)
+        scores = torch.matmul(q, k.transpose(2, 3)).float() * (self._shape.score_scale / softcap)
+        scores = scores.tanh_().mul_(softcap)
+        weights = (scores if mask is None else scores.add_(mask)).softmax(-1)
+        return torch.matmul(weights.to(v.dtype), v)
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
         allowed = self._to_device(visible)
@@ -131,6 +158,13 @@ class TorchAttention:
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _visible(queries: NDArray[np.int64], positions: NDArray[np.int64], window: int) -> NDArray[np.bool_]:
+    """Which positions each query sees: [queries, positions]."""
+    distances = queries[:, None] - positions
+    seen: NDArray[np.bool_] = (distances >= 0) & (distances < window)
+    return seen
 
 
 def _slots(layout: BatchLayout, rows: NDArray[np.int32] | np.int32, positions: NDArray[np.int64]) -> NDArray[np.int64]:

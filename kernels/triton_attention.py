@@ -21,6 +21,7 @@ from radixserve.kernels.triton_attention_kernels import cut_slices, decode
 UNIT = 16  # tokens: the grain at which work is shared out
 ROWS = 16  # rows of the smallest tensor-core product; a KV head's query heads fill the first few
 PARTS = 8  # of a sequence that are loaded at once when they are merged
+_LOG2_E = 1.4426950408889634  # the kernel works with powers of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class TritonDecodeAttention:
         device: torch.device,
         pdl: bool = True,
         tuning: DecodeTuning | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         assert head_dim == triton.next_power_of_2(head_dim) and q_heads % kv_heads == 0
         assert q_heads // kv_heads <= ROWS
@@ -60,41 +65,46 @@ class TritonDecodeAttention:
         self.group_rows = triton.next_power_of_2(self.group)
         tuning = tuning or DecodeTuning()
         self.pdl, self.tuning = pdl, tuning
-        self.scale = 1.4426950408889634 / head_dim**0.5  # log2(e), since the kernel works with powers of two
+        scale = head_dim**-0.5 if scale is None else scale
+        self.scale = scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap
+        self.softcap = 0.0 if softcap is None else softcap * _LOG2_E
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.num_slices = max(1, tuning.blocks_per_sm * num_sms // kv_heads)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self._unit_starts = ints(max_seqs + 1)
-        self._slice_seqs = ints(self.num_slices)
+        self._cuts = {window: (ints(max_seqs + 1), ints(self.num_slices)) for window in windows}
         self._arrived = ints(max_seqs, kv_heads)
         part = (2 * self.num_slices, kv_heads, self.group_rows)
         self._part_out = torch.empty(*part, head_dim, dtype=torch.float32, device=device)
         self._part_lse = torch.empty(*part, dtype=torch.float32, device=device)
 
     def plan_decode(self, layout: BatchLayout, num_seqs: int) -> None:
-        """Cut the work of the first ``num_seqs`` sequences of ``layout`` into slices (on the device)."""
+        """Cut the work of the first ``num_seqs`` sequences of ``layout`` into slices on the device, for each window."""
         self._layout, self._num_seqs = layout, num_seqs
         block = 16
-        cut_slices[(triton.cdiv(self.num_slices, block),)](
-            layout.kv_lens,
-            self._unit_starts,
-            self._slice_seqs,
-            num_seqs,
-            self.num_slices,
-            UNIT=UNIT,
-            MIN_UNITS=self.tuning.min_slice_units,
-            SEQS=triton.next_power_of_2(num_seqs),
-            BLOCK=block,
-            PDL=self.pdl,
-            launch_pdl=self.pdl,
-        )
+        for window, (unit_starts, slice_seqs) in self._cuts.items():
+            cut_slices[(triton.cdiv(self.num_slices, block),)](
+                layout.kv_lens,
+                unit_starts,
+                slice_seqs,
+                num_seqs,
+                self.num_slices,
+                UNIT=UNIT,
+                MIN_UNITS=self.tuning.min_slice_units,
+                SEQS=triton.next_power_of_2(num_seqs),
+                BLOCK=block,
+                WINDOW=window or 0,
+                PDL=self.pdl,
+                launch_pdl=self.pdl,
+            )
 
-    def run_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """q, out [num_seqs, q_heads, D]; caches of one layer [pages, page_size, kv_heads, D]; all contiguous."""
+    def run_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, window: int | None = None) -> None:
+        """q, out [num_seqs, q_heads, D]; caches of one layer [pages, page_size, kv_heads, D]; all contiguous.
+        ``window``: how many tokens a query sees, one of those given at the start."""
         layout = self._layout
+        unit_starts, slice_seqs = self._cuts[window]
         decode[(self.kv_heads, self.num_slices)](
             q,
             k_cache,
@@ -103,8 +113,8 @@ class TritonDecodeAttention:
             layout.page_table,
             layout.rows,
             layout.kv_lens,
-            self._unit_starts,
-            self._slice_seqs,
+            unit_starts,
+            slice_seqs,
             self._part_out,
             self._part_lse,
             self._arrived,
@@ -123,6 +133,8 @@ class TritonDecodeAttention:
             BLOCK=self.tuning.block_tokens,
             STAGES=self.tuning.num_stages,
             PARTS=PARTS,
+            WINDOW=window or 0,
+            SOFTCAP=self.softcap,
             # Small batches wait for latency, not for bandwidth: there the look-ups cost more than they win.
             PREFETCH=self._num_seqs >= 8,
             PDL=self.pdl,

@@ -18,6 +18,7 @@ def cut_slices(
     MIN_UNITS: tl.constexpr,
     SEQS: tl.constexpr,  # a power of two >= num_seqs
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,  # only so many tokens of each sequence count; 0: all
     PDL: tl.constexpr,
 ):
     """Lay the sequences out on the line of units and find where each slice begins."""
@@ -26,6 +27,8 @@ def cut_slices(
         gdc_wait()
     seq = tl.arange(0, SEQS)
     lens = tl.load(kv_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    if WINDOW:
+        lens = tl.minimum(lens, WINDOW)
     # An empty sequence takes one unit, so that somebody writes its (zero) output.
     units = tl.where(seq < num_seqs, tl.maximum((lens + UNIT - 1) // UNIT, 1), 0)
     ends = tl.cumsum(units, 0)
@@ -41,6 +44,12 @@ def cut_slices(
 
 
 @triton.jit
+def _unseen(kv_len, WINDOW: tl.constexpr):
+    """Tokens at the beginning of a sequence that lie outside of the window."""
+    return tl.maximum(kv_len - WINDOW, 0) if WINDOW else 0
+
+
+@triton.jit
 def _attend(
     q,  # [ROWS, D]
     k_ptr,  # one KV head of the cache, [slots, D] with slot_stride
@@ -48,13 +57,14 @@ def _attend(
     table_row_ptr,  # int32 [pages of the sequence]
     begin,  # tokens begin..end of the sequence
     end,
-    scale,  # log2(e) / sqrt(D)
+    scale,  # of q . k, so that the score is in units of log(2); with SOFTCAP, that it is twice what tanh gets
     slot_stride,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # scores lie in (-SOFTCAP, SOFTCAP), in units of log(2); 0: anywhere
 ):
     """Online softmax over a token range. Returns unnormalized output [ROWS, D], maximum and sum [ROWS] (base 2)."""
     dim = tl.arange(0, D)
@@ -69,6 +79,8 @@ def _attend(
         offset = slot[:, None] * slot_stride + dim[None, :]
         k = tl.load(k_ptr + offset, mask=valid[:, None], other=0.0)
         score = tl.dot(q, tl.trans(k)) * scale
+        if SOFTCAP:
+            score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score) + 1)  # SOFTCAP * tanh
         score = tl.where(valid[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         shrink = tl.exp2(top - new_top)
@@ -174,6 +186,8 @@ def decode(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -196,12 +210,13 @@ def decode(
     if PDL:
         # The plan may be read before the wait (see plan_decode); q and the newest keys may not.
         if PREFETCH and begin < end:
+            first_kv_len = tl.load(kv_lens_ptr + seq)
             _prefetch_first_block(
                 k_head_ptr,
                 v_head_ptr,
                 table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride,
-                (begin - tl.load(unit_starts_ptr + seq)) * UNIT,
-                tl.load(kv_lens_ptr + seq),
+                _unseen(first_kv_len, WINDOW) + (begin - tl.load(unit_starts_ptr + seq)) * UNIT,
+                first_kv_len,
                 KV_HEADS * D,
                 D,
                 PAGE,
@@ -221,8 +236,8 @@ def decode(
             k_head_ptr,
             v_head_ptr,
             table_ptr + table_row.to(tl.int64) * table_stride,
-            (position - seq_begin) * UNIT,
-            tl.minimum((stop - seq_begin) * UNIT, kv_len),
+            _unseen(kv_len, WINDOW) + (position - seq_begin) * UNIT,
+            tl.minimum(_unseen(kv_len, WINDOW) + (stop - seq_begin) * UNIT, kv_len),
             scale,
             KV_HEADS * D,
             D,
@@ -230,6 +245,7 @@ def decode(
             ROWS,
             BLOCK,
             STAGES,
+            SOFTCAP,
         )
         weight = tl.maximum(weight, 1e-30)
         result = acc / weight[:, None]

@@ -43,7 +43,7 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr):
     """gate_up [T, 2 SIZE] -> out [T, SIZE]."""
     if PDL:
         gdc_launch_dependents()
@@ -53,7 +53,9 @@ def _silu_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL
     inside = at < SIZE
     gate = tl.load(gate_up_ptr + token * 2 * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * 2 * SIZE + SIZE + at, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    # GELU's tanh form: x * (1 + tanh(y)) / 2 is x * sigmoid(2 y), with y = sqrt(2 / pi) * (x + 0.044715 x^3).
+    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    result = gate / (1.0 + tl.exp(-inner)) * up
     tl.store(out_ptr + token * SIZE + at, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -145,10 +147,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, pdl
 
 def silu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
     """gate_up [T, 2 I] -> [T, I]."""
+    return _activate(gate_up, gelu=False, pdl=pdl)
+
+
+def gelu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
+    """gate_up [T, 2 I] -> [T, I]."""
+    return _activate(gate_up, gelu=True, pdl=pdl)
+
+
+def _activate(gate_up: Tensor, *, gelu: bool, pdl: bool) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
     block = min(triton.next_power_of_2(size), 1024)
-    _silu_mul[(tokens, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, PDL=pdl, launch_pdl=pdl)
+    grid = (tokens, triton.cdiv(size, block))
+    _gated_mul[grid](gate_up, out, SIZE=size, BLOCK=block, GELU=gelu, PDL=pdl, launch_pdl=pdl)
     return out
 
 

@@ -83,6 +83,29 @@ def test_triton_decode_attention_equals_torch(
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 4, 256), (4, 1, 256), (32, 8, 128)])
+def test_windows_and_capped_scores_equal_torch(q_heads: int, kv_heads: int, dim: int, softcap: float | None) -> None:
+    pytest.importorskip("flashinfer")
+    from radixserve.kernels.select import select_attention
+    from radixserve.kernels.torch_attention import TorchAttention
+
+    queries, cached = [1, 1, 1, 70, 257], [900, 17, 3000, 90, 0]
+    layout, num_pages = make_layout([a + b for a, b in zip(queries, cached, strict=True)], queries, 16)
+    k_cache, v_cache = randn(num_pages, 16, kv_heads, dim), randn(num_pages, 16, kv_heads, dim)
+    q = randn(sum(queries), q_heads, dim)
+    windows = (None, 64, 1000)
+    shape = AttentionShape(q_heads, kv_heads, dim, 16, BF16, 0.1, softcap, windows)
+    oracle = TorchAttention(shape, DEVICE)
+    oracle.plan(layout)
+    for backend in ("triton", "flashinfer"):
+        kernel = select_attention(backend, shape, DEVICE, 8)
+        kernel.plan(layout)
+        for window in windows:
+            reference = oracle.run(q, k_cache, v_cache, window)
+            assert error(kernel.run(q, k_cache, v_cache, window), reference) < 1e-2, (backend, window)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 70, 300], [257]])
 def test_split_attention_equals_torch_in_mixed_steps(queries: list[int], page_size: int) -> None:
@@ -105,7 +128,7 @@ def test_split_attention_equals_torch_in_mixed_steps(queries: list[int], page_si
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 @pytest.mark.parametrize("size", [576, 1024, 4096])
 def test_norms_and_activation_equal_torch(tokens: int, size: int) -> None:
-    from radixserve.kernels.triton_ops import rms_norm, silu_mul
+    from radixserve.kernels.triton_ops import gelu_mul, rms_norm, silu_mul
 
     x, residual, weight = randn(tokens, size), randn(tokens, size), randn(size)
     total = x.float() + residual.float()
@@ -116,6 +139,8 @@ def test_norms_and_activation_equal_torch(tokens: int, size: int) -> None:
     gate_up = randn(tokens, 2 * size)
     gate, up = gate_up.float().chunk(2, dim=-1)
     assert error(silu_mul(gate_up, True), F.silu(gate) * up) < 1e-2
+    assert error(gelu_mul(gate_up, True), F.gelu(gate, approximate="tanh") * up) < 1e-2
+    assert error(rms_norm(x, weight.float(), 1e-6, None, True), F.rms_norm(x, weight.shape, weight, 1e-6)) < 1e-2
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "rotary"), [(16, 8, 128, 128), (9, 3, 64, 64), (4, 4, 96, 48)])

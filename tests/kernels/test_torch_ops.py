@@ -30,6 +30,8 @@ def test_gate_is_the_first_half() -> None:
     gate_up = randn(3, 8)
     gate, up = gate_up[:, :4], gate_up[:, 4:]
     torch.testing.assert_close(OPS.silu_mul(gate_up), gate * gate.sigmoid() * up)
+    tanh = (torch.tensor(2 / torch.pi).sqrt() * (gate + 0.044715 * gate**3)).tanh()
+    torch.testing.assert_close(OPS.gelu_mul(gate_up), gate * (1 + tanh) / 2 * up)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 4])
