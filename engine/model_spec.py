@@ -202,10 +202,10 @@ def load_spec(files: ModelFiles) -> ModelSpec:
 
 
 def load_sampling_defaults(files: ModelFiles) -> SamplingDefaults:
-    """What ``generation_config.json`` recommends; nothing without one (GGUF files have none). For the default model,
-    which comes without it, the values of its model card: at temperature 1 so small a model rambles."""
+    """What ``generation_config.json`` recommends; nothing without one (GGUF files have none). The default model comes
+    without it and is greedy: so small a model rambles when it is sampled, in its card's 0.2 as well."""
     if files.name == DEFAULT_MODEL and files.gguf:
-        return SamplingDefaults(temperature=0.2, top_p=0.9)
+        return SamplingDefaults(temperature=0.0)
     if not files.generation_config:
         return SamplingDefaults()
     return SamplingDefaults.from_generation_config(read_json(files.generation_config))

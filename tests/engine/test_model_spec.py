@@ -205,6 +205,5 @@ def test_a_config_that_is_not_an_object_is_a_model_error(tmp_path):
         load_spec(write(tmp_path, [1], {}))
 
 
-def test_default_model_is_sampled_as_its_card_recommends():
-    defaults = load_sampling_defaults(resolve_model(DEFAULT_MODEL))
-    assert defaults == SamplingDefaults(temperature=0.2, top_p=0.9)
+def test_default_model_is_greedy_unless_told_otherwise():
+    assert load_sampling_defaults(resolve_model(DEFAULT_MODEL)) == SamplingDefaults(temperature=0.0)
