@@ -68,6 +68,9 @@ class CacheOptions(OptionGroup):
 
     page_size: int | None = Field(None, ge=1, le=64, description="Tokens a page holds (default: by device)")
     num_pages: int | None = Field(None, ge=1, description="KV pages (default: sized from free memory)")
+    radix_eviction_policy: Literal["lru", "lfu", "fifo"] = Field(
+        "lru", description="Which cached prefix goes first: least recently used, least often used, or oldest"
+    )
     disable_radix_cache: bool = Field(False, description="Keep no prefixes: each request computes its whole prompt")
 
 
@@ -77,6 +80,12 @@ class SchedulerOptions(OptionGroup):
     max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Token budget of a step (default: by device)")
     max_num_queued_reqs: int = Field(1024, ge=1, description="Requests that may wait; one more is answered 429")
+    max_num_queued_tokens: int = Field(
+        4_194_304, ge=1, description="Prompt tokens that may wait, all requests together; more are answered 429"
+    )
+    max_queue_time: float = Field(
+        600.0, gt=0, description="Seconds a request may wait for its first step; then it is answered 503"
+    )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = Field("fcfs", description="Who is admitted next")
     disable_overlap_schedule: bool | None = Field(
         None, description="Plan a step only after the last one's tokens are known (default: by device)"
@@ -90,6 +99,9 @@ class ServerOptions(OptionGroup):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     api_workers: int = Field(1, ge=1, description="Frontend processes behind the port")
     api_key: tuple[Secret, ...] = Field((), description="Keys that clients must send as a bearer token")
+    api_key_file: str | None = Field(
+        None, description="File of more keys, a line each: KEY, or KEY NAME, or KEY NAME WEIGHT"
+    )
     cors_allow_origins: tuple[str, ...] = Field((), description="Origins that browsers may call from; * for all")
     max_body_mb: float = Field(32.0, gt=0, description="Largest request body, in MiB")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM")

@@ -47,7 +47,7 @@ class Admission:
         count, wanted = len(prefills), sum(request.unfinished for request in prefills)
         reserve = wanted + self._running.decodes.tokens_to_come(DECODE_RESERVE) + sum(map(_decode_reserve, prefills))
         leaders = self._leaders()
-        for request in self.waiting.candidates(self._cached_len):
+        for request in self.waiting.candidates(self._cached_len, self._running.by_row.values()):
             if not self.free_seats or (count >= MAX_UNFINISHED and wanted >= budget):
                 break
             if self._waits_for_prefix(request, leaders):

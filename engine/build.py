@@ -71,8 +71,9 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     num_pages = parts.choose_num_pages()
     runner = parts.runner(num_pages)
     parts.prepare(runner, progress)
-    prefixes = NaivePrefixCache if config.disable_radix_cache else RadixPrefixCache
-    cache = CacheManager(prefixes(sizes.page_size), num_pages, config.max_num_seqs, sizes.max_pages_per_row)
+    page_size, order = sizes.page_size, config.radix_eviction_policy
+    prefixes = NaivePrefixCache(page_size) if config.disable_radix_cache else RadixPrefixCache(page_size, order)
+    cache = CacheManager(prefixes, num_pages, config.max_num_seqs, sizes.max_pages_per_row)
     return BuiltEngine(
         runner=runner,
         cache=cache,

@@ -55,7 +55,9 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, *, show_progress: bool = False, **options: Any):
         layer = Layer({"model": model, **options}, lambda name: name)
-        config = merge([layer]).model_copy(update={"max_num_queued_reqs": _UNBOUNDED_QUEUE})
+        config = merge([layer]).model_copy(
+            update={"max_num_queued_reqs": _UNBOUNDED_QUEUE, "max_num_queued_tokens": _UNBOUNDED_QUEUE}
+        )
         bar = tqdm(total=1.0, desc=model, bar_format="{desc}: {percentage:3.0f}%|{bar}|", disable=not show_progress)
         with bar:
             built = build_engine(config, _bar_progress(bar) if show_progress else ignore_progress)

@@ -62,6 +62,8 @@ class EngineLoop:
             self._scheduler.forget_frontend(frontend)
         if time.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + HEARTBEAT_S
+            for frontend, rejected in self._scheduler.expire():
+                self._frontends.send(frontend, rejected)
             self._frontends.tell_all(self._status())
             if not busy and not messages:
                 self._check_integrity()

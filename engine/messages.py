@@ -34,7 +34,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A validated, tokenized request. ``prompt_ids``: int32 little-endian bytes. ``namespace``: from cache_salt and
-    the like; requests of different namespaces share no prefix. Lower ``priority`` runs earlier (policy priority)."""
+    the like; requests of different namespaces share no prefix. Lower ``priority`` runs earlier (policy priority).
+    Tenants (API keys) share the engine by their ``weight``."""
 
     uid: int
     request_id: str
@@ -42,6 +43,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: SamplingParams
     priority: int = 0
     namespace: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixserve.engine.messages import FinishReason, TokenEvent, TokenLogprobs
@@ -26,9 +26,10 @@ class Counters:
 
 
 class Outbox:
-    """Owns the events that the frontends have not been sent yet, and the counters."""
+    """Owns the events that the frontends have not been sent yet, and the counters. ``clock``: seconds, monotonic."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.counters = Counters()
         self._events: dict[bytes, list[TokenEvent]] = defaultdict(list)
 
@@ -49,7 +50,7 @@ class Outbox:
                 logprobs=None if logprobs is None else [logprobs],
                 prompt_logprobs=(request.prompt_logprobs or None) if is_first else None,
                 queue_s=request.admitted_at - request.arrived_at if is_first else None,
-                prefill_s=time.monotonic() - request.admitted_at if is_first else None,
+                prefill_s=self._clock() - request.admitted_at if is_first else None,
             )
         self._events[request.key[0]].append(event)
         self.counters.finished += finish is not None

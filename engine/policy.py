@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
+from radixserve.engine.fairness import FairShares
 from radixserve.engine.request import Request
 
 # Longest-prefix-match looks at so many waiting requests, and lets none be overtaken more often than this.
@@ -39,49 +41,96 @@ POLICIES = {
 }
 
 
+@dataclass(slots=True)
+class _Line:
+    """The waiting requests of one tenant, by rank."""
+
+    weight: float
+    requests: list[Request] = field(default_factory=list)
+    num_tokens: int = 0
+
+
 class WaitingLine:
-    """Owns the requests that wait for a row, in the order of their rank; a retracted one is back at its old place."""
+    """Owns the requests that wait for a row: a line for each tenant (API key), in the order of their rank; a retracted
+    one is back at its old place. Tenants take turns by their ``FairShares``."""
 
     def __init__(self, policy: Policy) -> None:
+        self.shares = FairShares()
         self._policy = policy
-        self._line: list[Request] = []
+        self._lines: dict[str, _Line] = {}  # none of them is empty
+        self._num_requests = 0
 
     def __len__(self) -> int:
-        return len(self._line)
+        return self._num_requests
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._line)
+        return chain.from_iterable(line.requests for line in self._lines.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(line.num_tokens for line in self._lines.values())
+
+    def has_room(self, tenant: str, weight: float, num_tokens: int, *, max_requests: int, max_tokens: int) -> bool:
+        """Whether one more request of ``num_tokens`` may wait.
+
+        A full line still takes requests of a tenant that has less than its share of it waiting, so that no tenant locks
+        the others out. A single request may have more than ``max_tokens``.
+        """
+        if not self._num_requests:
+            return True
+        if self._num_requests < max_requests and self.num_tokens + num_tokens <= max_tokens:
+            return True
+        own = self._lines.get(tenant, _Line(weight))
+        others = sum(line.weight for line in self._lines.values() if line is not own)
+        share = weight / (weight + others) if others else 0.0
+        return len(own.requests) + 1 <= max_requests * share and own.num_tokens + num_tokens <= max_tokens * share
 
     def add(self, request: Request) -> None:
-        insort(self._line, request, key=self._policy.rank)
+        line = self._lines.get(request.tenant)
+        if line is None:
+            self.shares.join(request.tenant, self._lines)
+            line = self._lines[request.tenant] = _Line(request.weight)
+        insort(line.requests, request, key=self._policy.rank)
+        line.num_tokens += request.total_len
+        self._num_requests += 1
 
     def remove(self, request: Request) -> None:
-        index = self._place(request)
-        del self._line[index]
+        self._take_out(request)
 
-    def candidates(self, cached_len: Callable[[Request], int]) -> list[Request]:
-        """Waiting requests in the order in which to try them. ``cached_len`` tells the tokens cached of one.
+    def candidates(self, cached_len: Callable[[Request], int], running: Iterable[Request]) -> Iterable[Request]:
+        """Waiting requests in the order in which to try them. ``cached_len`` tells the tokens cached of one; the
+        ``running`` ones are charged before tenants are compared."""
+        orders = {tenant: self._ordered(line.requests, cached_len) for tenant, line in self._lines.items()}
+        if len(orders) == 1:
+            return next(iter(orders.values()))
+        self.shares.settle(running)
+        return self.shares.interleave(orders)
 
-        With lpm the first ones are ordered by cached prefix, longest first, so that prefixes are used before they are
-        evicted (the cache-aware order of SGLang, arXiv 2312.07104); those overtaken too often go before all.
-        """
+    def admit(self, request: Request) -> None:
+        """Take ``request`` out for its admission; with lpm those of its tenant that stood before it were overtaken."""
+        for passed in self._take_out(request):
+            passed.overtaken += 1
+
+    def _ordered(self, line: list[Request], cached_len: Callable[[Request], int]) -> list[Request]:
+        """With lpm the first ones are ordered by cached prefix, longest first, so that prefixes are used before they
+        are evicted (the cache-aware order of SGLang, arXiv 2312.07104); those overtaken too often go before all."""
         if not self._policy.prefers_cached:
-            return self._line.copy()
-        window = self._line[:_LOOKAHEAD]
+            return line.copy()
+        window = line[:_LOOKAHEAD]
         overdue = [request for request in window if request.overtaken >= _MAX_OVERTAKEN]
         others = [request for request in window if request.overtaken < _MAX_OVERTAKEN]
         others.sort(key=lambda request: -cached_len(request))  # stable: by rank where equal
-        return overdue + others + self._line[_LOOKAHEAD:]
+        return overdue + others + line[_LOOKAHEAD:]
 
-    def admit(self, request: Request) -> None:
-        """Take ``request`` out for its admission; those before it were overtaken."""
-        index = self._place(request)
-        del self._line[index]
-        if self._policy.prefers_cached:
-            for passed in self._line[:index]:
-                passed.overtaken += 1
-
-    def _place(self, request: Request) -> int:
-        index = bisect_left(self._line, self._policy.rank(request), key=self._policy.rank)
-        assert index < len(self._line) and self._line[index] is request, "the request does not wait"
-        return index
+    def _take_out(self, request: Request) -> list[Request]:
+        """Remove ``request``; returns those before it in its line."""
+        line = self._lines[request.tenant]
+        index = bisect_left(line.requests, self._policy.rank(request), key=self._policy.rank)
+        assert index < len(line.requests) and line.requests[index] is request, "the request does not wait"
+        del line.requests[index]
+        line.num_tokens -= request.total_len
+        self._num_requests -= 1
+        if not line.requests:
+            del self._lines[request.tenant]
+            self.shares.leave(request.tenant)
+        return line.requests[:index] if self._policy.prefers_cached else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +16,9 @@ RequestKey = tuple[bytes, int]
 
 # Requests that share a prefix worth waiting for have the same first tokens, so many of them.
 PREFIX_KEY_TOKENS = 16
+
+# What a generated token costs a tenant, in prompt tokens: a step reads all weights for each (as in arXiv 2401.00588).
+_OUTPUT_COST = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +36,10 @@ class Request:
     sampling: SamplingParams
     priority: int
     namespace: str
+    tenant: str
+    weight: float
     arrival: int
+    arrived_at: float  # in seconds, of the scheduler's clock
     seed: int
     max_total: int
     stops_on: frozenset[int]
@@ -45,9 +50,9 @@ class Request:
     computed: int = 0
     published: int = 0  # tokens of ``known`` that other requests find in the prefix cache
     cached_tokens: int | None = None  # by its first admission
-    arrived_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0  # first admission; of the same clock
-    overtaken: int = 0  # requests that arrived later and were admitted before it (policy lpm)
+    charged: int = 0  # of ``cost``, to its tenant
+    overtaken: int = 0  # requests of its tenant that arrived later and were admitted before it (policy lpm)
     ended: bool = False  # its final event is out; a launched step may still hold its row
     sound: bool = True  # false once a step that wrote its KV failed
     waits_for: Request | None = None  # computes a prefix right now that this request shares ...
@@ -66,6 +71,13 @@ class Request:
     def total_len(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def cost(self) -> int:
+        """What was done for it so far, in prompt tokens; but not what was computed again after a retraction."""
+        if self.cached_tokens is None:
+            return 0
+        return self.prompt_len - self.cached_tokens + _OUTPUT_COST * len(self.output)
 
     @property
     def unfinished(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -62,12 +62,14 @@ class Scheduler:
         shares_prefixes: bool = True,
         tells_shared: bool = False,
         seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         policy = POLICIES[options.schedule_policy]
         self._cache = cache
         self._limits = limits
         self._rank = policy.rank
-        self._max_waiting = options.max_num_queued_reqs
+        self._options = options
+        self._clock = clock
         self._pool_tokens = cache.stats().total_tokens
         self._seeds = random.Random(seed)  # noqa: S311 (not for secrets)
         self._requests: dict[RequestKey, Request] = {}  # accepted and not ended
@@ -80,7 +82,7 @@ class Scheduler:
             shares_prefixes=shares_prefixes,
         )
         self._arrivals = 0
-        self._outbox = Outbox()
+        self._outbox = Outbox(clock)
 
     # ---- requests come and go ----
 
@@ -109,7 +111,10 @@ class Scheduler:
             sampling=sampling,
             priority=submit.priority,
             namespace=submit.namespace,
+            tenant=submit.tenant,
+            weight=submit.weight,
             arrival=self._arrivals,
+            arrived_at=self._clock(),
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
             max_total=room if sampling.max_tokens is None else min(room, len(prompt) + sampling.max_tokens),
             stops_on=frozenset((*eos, *sampling.stop_token_ids)),
@@ -132,6 +137,20 @@ class Scheduler:
         """Abort all requests of a frontend that is gone, and tell it nothing."""
         self._abort([r for r in self._requests.values() if r.key[0] == frontend])
         self._outbox.forget(frontend)
+
+    def expire(self) -> list[tuple[bytes, Rejected]]:
+        """End the requests that have waited too long for their first admission; returns what to tell which frontend."""
+        limit_s = self._options.max_queue_time
+        latest = self._clock() - limit_s
+        expired = [r for r in self._admission.waiting if r.cached_tokens is None and r.arrived_at < latest]
+        for request in expired:
+            self._outbox.counters.rejected += 1
+            self._end(request)
+        message = f"the server is overloaded: the request waited {limit_s:g} s for its turn; try again later"
+        return [
+            (r.key[0], Rejected(r.uid, message, code="queue_timeout", status=503, retry_after_s=RETRY_AFTER_S))
+            for r in expired
+        ]
 
     def take_events(self) -> dict[bytes, list[TokenEvent]]:
         """Events since the last call, by frontend."""
@@ -211,9 +230,17 @@ class Scheduler:
     def _refusal(self, key: RequestKey, submit: Submit, prompt: Int32s) -> Rejected | None:
         if key in self._requests:
             return Rejected(submit.uid, f"request {submit.uid} of this frontend still runs", code="duplicate_uid")
-        num_waiting = len(self._admission.waiting)
-        if num_waiting >= self._max_waiting + self._admission.free_seats:  # who gets a seat in the next step waits not
-            message = f"the server is overloaded: {num_waiting} requests wait already; try again later"
+        waiting, options = self._admission.waiting, self._options
+        if not waiting.has_room(
+            submit.tenant,
+            submit.weight,
+            len(prompt),
+            # Who gets a seat in the next step does not wait.
+            max_requests=options.max_num_queued_reqs + self._admission.free_seats,
+            max_tokens=options.max_num_queued_tokens,
+        ):
+            queue = f"{len(waiting)} requests with {waiting.num_tokens} tokens wait already"
+            message = f"the server is overloaded: {queue}; try again later"
             return Rejected(submit.uid, message, code="queue_full", status=429, retry_after_s=RETRY_AFTER_S)
         return refusal(
             submit,
@@ -228,7 +255,7 @@ class Scheduler:
     def _count_prompts(self, started: Iterable[Request]) -> None:
         for request in started:
             if request.cached_tokens is None:  # not when it comes back from a retraction
-                request.cached_tokens, request.admitted_at = request.computed, time.monotonic()
+                request.cached_tokens, request.admitted_at = request.computed, self._clock()
                 self._outbox.counters.prompt_tokens += request.prompt_len
                 self._outbox.counters.cached_tokens += request.cached_tokens
 
@@ -326,6 +353,7 @@ class Scheduler:
         """The final event is out."""
         request.ended = True
         del self._requests[request.key]
+        self._admission.waiting.shares.settle([request])
         if request.lease is None:
             self._admission.waiting.remove(request)
         else:

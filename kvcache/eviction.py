@@ -63,4 +63,49 @@ class LruOrder:
         return next(iter(self.nodes))
 
 
-EVICTION_ORDERS: dict[str, Callable[[], EvictionOrder]] = {"lru": LruOrder}
+class FifoOrder(LruOrder):
+    """What came first goes first: lookups change nothing."""
+
+    def use(self, node: Any) -> None:
+        pass
+
+
+class LfuOrder:
+    """Least often used first, among equals the least recently used.
+
+    Uses are compared by their power of two, so there are few groups, and a report costs no more than with LRU however
+    often nodes are used.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, OrderedDict[Any, None]] = {}  # by bits of ``uses``; none of them is empty
+
+    @property
+    def nodes(self) -> list[Any]:
+        return [node for group in self._groups.values() for node in group]
+
+    def add(self, node: Any) -> None:
+        self._groups.setdefault(node.uses.bit_length(), OrderedDict())[node] = None
+
+    def remove(self, node: Any) -> None:
+        self._remove(node, node.uses.bit_length())
+
+    def use(self, node: Any) -> None:
+        self._remove(node, (node.uses - 1).bit_length())
+        self.add(node)
+
+    def renew(self, node: Any) -> None:
+        self._groups[node.uses.bit_length()].move_to_end(node)
+
+    def victim(self) -> Any:
+        return next(iter(self._groups[min(self._groups)]))
+
+    def _remove(self, node: Any, bits: int) -> None:
+        group = self._groups[bits]
+        del group[node]
+        if not group:
+            del self._groups[bits]
+
+
+# By the values of ``--radix-eviction-policy``.
+EVICTION_ORDERS: dict[str, Callable[[], EvictionOrder]] = {"lru": LruOrder, "lfu": LfuOrder, "fifo": FifoOrder}

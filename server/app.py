@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.text.text_model import TextModel, load_text_model
-from radixserve.server.auth import ApiKeys
+from radixserve.server.auth import read_api_keys
 from radixserve.server.engine_client import EngineClient
 from radixserve.server.errors import HANDLERS
 from radixserve.server.frontend import Frontend
@@ -45,7 +45,9 @@ def load_text(config: ServeConfig) -> TextModel:
 def build_app(
     config: ServeConfig, engine_address: str, load_text: Callable[[ServeConfig], TextModel] = load_text
 ) -> FastAPI:
-    """The application; it connects to the engine, and starts to load the tokenizer, when it is started up."""
+    """The application; it connects to the engine, and starts to load the tokenizer, when it is started up.
+
+    Raises ``ConfigError`` when the file of API keys is wrong."""
     worker_numbers = WorkerNumbers(Path(engine_address.removeprefix("ipc://")).parent)
     client = EngineClient(engine_address, config.health_timeout, worker_numbers.numbers)
     frontend = Frontend(config, client, worker_numbers, load_text)
@@ -63,7 +65,7 @@ def build_app(
     for routes in (generate, text, models, operation, metrics):
         app.include_router(routes.router)
     # The last one added is the outermost.
-    app.add_middleware(Gate, keys=ApiKeys(config.api_key), max_body_bytes=int(config.max_body_mb * 2**20))
+    app.add_middleware(Gate, keys=read_api_keys(config), max_body_bytes=int(config.max_body_mb * 2**20))
     if config.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,

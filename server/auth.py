@@ -1,28 +1,95 @@
-"""API keys: who may talk to which routes."""
+"""API keys: who may talk to which routes, and whose requests they are."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from pydantic import SecretStr
+from radixserve.configs.schema import ServerOptions
+from radixserve.engine.errors import ConfigError
 
 # Probes have no key. (A browser's preflight has none either: OPTIONS is open everywhere.)
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 
 
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whom keys belong to. When the engine is busy, tenants share it by their weights."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
+ANYBODY = Tenant()
+
+
 class ApiKeys:
-    """Compares bearer tokens with the configured keys; without keys everyone is admitted."""
+    """Finds the tenant of a bearer token; without keys everyone is admitted. Holds the keys' digests only, so that
+    they have one length, and stand in no traceback."""
 
-    def __init__(self, keys: Sequence[SecretStr]):
-        self._keys = [key.get_secret_value().encode() for key in keys]
+    def __init__(self, tenants: Mapping[str, Tenant]):
+        """``tenants``: by key."""
+        self._tenants = [(_digest(key.encode()), tenant) for key, tenant in tenants.items()]
 
-    def admits(self, method: str, path: str, authorization: bytes | None) -> bool:
-        if not self._keys or method == "OPTIONS" or path in OPEN_PATHS:
-            return True
+    def tenant(self, method: str, path: str, authorization: bytes | None) -> Tenant | None:
+        """Whose request this is, or None if it must not be served."""
+        if not self._tenants or method == "OPTIONS" or path in OPEN_PATHS:
+            return ANYBODY
         scheme, _, token = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        token = token.strip()
+        given = _digest(token.strip())
         # Every key is compared, in constant time each: the duration tells nothing about the keys.
-        return sum(hmac.compare_digest(token, key) for key in self._keys) > 0
+        found = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given)]
+        return found[0] if found and scheme.lower() == b"bearer" else None
+
+
+def read_api_keys(options: ServerOptions) -> ApiKeys:
+    """The keys of ``--api-key`` and of the lines in ``--api-key-file``. Raises ``ConfigError`` that names the line."""
+    tenants = {key.get_secret_value(): Tenant(f"key {n}") for n, key in enumerate(options.api_key, 1)}
+    weights: dict[str, float] = {}
+    for where, key, tenant in _read_file(options.api_key_file) if options.api_key_file else ():
+        if key in tenants:
+            raise ConfigError(f"{where}: this key is given twice")
+        if weights.setdefault(tenant.name, tenant.weight) != tenant.weight:
+            raise ConfigError(f"{where}: {tenant.name} has another weight above")
+        tenants[key] = tenant
+    return ApiKeys(tenants)
+
+
+def _read_file(path: str) -> Iterator[tuple[str, str, Tenant]]:
+    """Where each key stands, the key, and whose it is."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the key file {path}: {error}") from None
+    if not any(words := [line.partition("#")[0].split() for line in lines]):
+        raise ConfigError(f"there is no key in {path}; each line has KEY, KEY NAME or KEY NAME WEIGHT")
+    for number, parts in enumerate(words, 1):
+        where = f"{path}, line {number}"
+        match parts:
+            case []:
+                pass
+            case [key]:
+                yield where, key, Tenant(where)
+            case [key, name]:
+                yield where, key, Tenant(name)
+            case [key, name, weight]:
+                yield where, key, Tenant(name, _weight(weight, where))
+            case _:
+                raise ConfigError(f"{where}: more than KEY NAME WEIGHT")
+
+
+def _weight(text: str, where: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0.001 <= weight <= 1000:
+        raise ConfigError(f"{where}: the weight must be a number from 0.001 to 1000")
+    return weight
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -11,6 +11,7 @@ from types import TracebackType
 from radixserve.engine.messages import FinishReason, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.detokenizer import Detokenizer, StopStringMatcher
+from radixserve.server.auth import Tenant
 from radixserve.server.engine_client import EngineClient
 from radixserve.server.errors import RequestFailed
 
@@ -187,12 +188,14 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self.error: RequestFailed | None = None
 
-    def submit(self, request_id: str, priority: int, namespace: str) -> None:
+    def submit(self, request_id: str, tenant: Tenant, priority: int, namespace: str) -> None:
         """Hand all choices to the engine. Raises ``RequestFailed``."""
         for choice in self.choices:
             uid = self._uids[choice] = self._client.new_uid()
             choice.on_change = self._on_change
-            request = Submit(uid, request_id, choice.prompt.ids, choice.sampling, priority, namespace)
+            request = Submit(
+                uid, request_id, choice.prompt.ids, choice.sampling, priority, namespace, tenant.name, tenant.weight
+            )
             self._client.submit(request, choice)
 
     @property

@@ -42,7 +42,11 @@ def main() -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    app = build_app(config, os.environ[lifeline.IPC_VARIABLE])
+    try:
+        app = build_app(config, os.environ[lifeline.IPC_VARIABLE])
+    except ConfigError as error:
+        logging.error("%s", error)
+        return lifeline.EXIT_HOPELESS
     server = _Server(
         uvicorn.Config(
             app,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.detokenizer import StopStringMatcher
+from radixserve.server.auth import Tenant
 from radixserve.server.frontend import Frontend
 from radixserve.server.generation import Choice, Generation, Prompt
 from radixserve.server.prompts import chat_prompt, completion_prompts
@@ -35,6 +37,15 @@ COMPLETION_PREFIX = "cmpl-"
 FIRST_WORD_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Who asked, under which id, and which headers the answer gets."""
+
+    request_id: str
+    tenant: Tenant
+    headers: dict[str, str]
+
+
 @router.post(CHAT_PATH, openapi_extra=takes(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
     frontend = frontend_of(request)
@@ -46,7 +57,8 @@ async def create_chat_completion(request: Request) -> Response:
     prompt = await frontend.offload(num_bytes, lambda: chat_prompt(text, body, max_model_len))
     request_id = body.request_id or request.state.request_id
     answer = ChatAnswer(CHAT_PREFIX + request_id, model, body, text.tokenizer)
-    return await _respond(frontend, body, [prompt], sampling, answer, request_id, call.headers)
+    caller = _Caller(request_id, request.state.tenant, call.headers)
+    return await _respond(frontend, body, [prompt], sampling, answer, caller)
 
 
 @router.post(COMPLETION_PATH, openapi_extra=takes(CompletionRequest))
@@ -60,7 +72,8 @@ async def create_completion(request: Request) -> Response:
     prompts = await frontend.offload(num_bytes, lambda: completion_prompts(text, body, max_model_len, vocab_size))
     request_id = body.request_id or request.state.request_id
     answer = CompletionAnswer(COMPLETION_PREFIX + request_id, model, body, text.tokenizer)
-    return await _respond(frontend, body, prompts, sampling, answer, request_id, call.headers)
+    caller = _Caller(request_id, request.state.tenant, call.headers)
+    return await _respond(frontend, body, prompts, sampling, answer, caller)
 
 
 async def _respond(
@@ -69,13 +82,12 @@ async def _respond(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     answer: Answer,
-    request_id: str,
-    headers: dict[str, str],
+    caller: _Caller,
 ) -> Response:
     choices = _choices(frontend, body, prompts, sampling)
     generation = Generation(frontend.client, choices, streaming=body.stream)
     try:
-        generation.submit(request_id, body.priority, body.cache_salt)
+        generation.submit(caller.request_id, caller.tenant, body.priority, body.cache_salt)
         if body.stream:
             await generation.wait_until_started(FIRST_WORD_S)
         else:
@@ -87,8 +99,8 @@ async def _respond(
         generation.close()
         raise
     if body.stream:
-        return EventStream(generation, answer, frontend.config.stream_interval, headers)
-    return Response(answer.whole(choices), headers=headers, media_type="application/json")
+        return EventStream(generation, answer, frontend.config.stream_interval, caller.headers)
+    return Response(answer.whole(choices), headers=caller.headers, media_type="application/json")
 
 
 def _choices(

@@ -7,7 +7,8 @@ early are all seen at the read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -256,6 +257,7 @@ class Harness:
         overlap: bool = True,
         radix: bool = True,
         options: SchedulerOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options or SchedulerOptions(max_num_seqs=16)
         self.vocab_size = vocab_size
@@ -265,7 +267,9 @@ class Harness:
         self.max_total = min(max_model_len, num_pages * page_size)
         self.runner = FakeRunner(page_size, num_pages, num_rows, max_pages, vocab_size, step_tokens)
         limits = SchedulerLimits(max_model_len, vocab_size, step_tokens, (EOS,))
-        self.scheduler = Scheduler(self.cache, limits, self.options, shares_prefixes=radix, tells_shared=True)
+        self.scheduler = Scheduler(
+            self.cache, limits, self.options, shares_prefixes=radix, tells_shared=True, clock=clock
+        )
         self.pipeline = StepPipeline(self.scheduler, self.runner, overlap=overlap)
         self.answers: dict[tuple[bytes, int], Answer] = {}
         self.time = 0
@@ -280,12 +284,14 @@ class Harness:
         request_id: str = "",
         namespace: str = "",
         priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> Answer:
         uid = len(self.answers) if uid is None else uid
         sampling = sampling or SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         answer = self.answers[frontend, uid] = Answer(list(prompt), sampling)
         ids = np.array(prompt, "<i4").tobytes()
-        message = Submit(uid, request_id or f"r{uid}", ids, sampling, priority, namespace)
+        message = Submit(uid, request_id or f"r{uid}", ids, sampling, priority, namespace, tenant, weight)
         answer.rejected = self.scheduler.submit(frontend, message)
         return answer
 

@@ -395,6 +395,32 @@ def test_a_full_queue_refuses_and_free_seats_do_not_count() -> None:
     harness.check_outputs()
 
 
+def test_a_queue_full_of_tokens_refuses_but_for_a_single_request() -> None:
+    harness = Harness(options=SchedulerOptions(max_num_seqs=1, max_num_queued_tokens=100))
+    answers = [harness.submit(prompt(size, 1 + i), greedy(5)) for i, size in enumerate([200, 4, 100, 4])]
+    assert [answer.rejected and answer.rejected.code for answer in answers] == [None, *["queue_full"] * 3]
+    harness.run()
+    harness.check_outputs()
+
+
+def test_a_request_that_waits_too_long_is_told_so_and_one_that_has_begun_is_not() -> None:
+    now = [1000.0]
+    options = SchedulerOptions(max_num_seqs=1, max_queue_time=60)
+    harness = Harness(options=options, clock=lambda: now[0])
+    begun, waiting = harness.submit(prompt(4), greedy(20)), harness.submit(prompt(4, 2), greedy(5))
+    harness.advance()
+    now[0] += 59
+    late = harness.submit(prompt(4, 3), greedy(5))
+    assert harness.scheduler.expire() == []
+    now[0] += 2
+    ((frontend, rejected),) = harness.scheduler.expire()
+    assert (frontend, rejected.uid, rejected.status, rejected.code) == (b"f", 1, 503, "queue_timeout")
+    waiting.rejected = rejected
+    harness.run()
+    assert begun.finish is late.finish is FinishReason.LENGTH
+    harness.check_outputs()
+
+
 def test_a_uid_in_use_is_refused() -> None:
     harness = Harness()
     first = harness.submit(prompt(4), uid=5)

@@ -1,48 +1,14 @@
-"""The seam of eviction policies: other orders than the built-in one drive the same tree."""
+"""Eviction policies: what each prefers, and one contract for all of them."""
 
-from collections import OrderedDict
-from typing import Any
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from radixserve.kvcache import eviction
+from radixserve.configs.schema import CacheOptions
 from radixserve.kvcache.base import Int32s
+from radixserve.kvcache.eviction import EVICTION_ORDERS
 from radixserve.kvcache.radix import RadixPrefixCache
-
-
-class Fifo(eviction.LruOrder):
-    """First in, first out: lookups change nothing."""
-
-    def use(self, node: Any) -> None:
-        pass
-
-
-class Lfu:
-    """Least frequently used first, among equals the least recently used."""
-
-    def __init__(self) -> None:
-        self._by_uses: dict[int, OrderedDict[Any, None]] = {}
-
-    @property
-    def nodes(self) -> list[Any]:
-        return [node for group in self._by_uses.values() for node in group]
-
-    def add(self, node: Any) -> None:
-        self._by_uses.setdefault(node.uses, OrderedDict())[node] = None
-
-    def remove(self, node: Any) -> None:
-        del self._by_uses[node.uses][node]
-
-    def use(self, node: Any) -> None:
-        del self._by_uses[node.uses - 1][node]
-        self.add(node)
-
-    def renew(self, node: Any) -> None:
-        self._by_uses[node.uses].move_to_end(node)
-
-    def victim(self) -> Any:
-        return next(iter(self._by_uses[min(uses for uses, group in self._by_uses.items() if group)]))
 
 
 def text(group: int, own: int) -> Int32s:
@@ -50,34 +16,47 @@ def text(group: int, own: int) -> Int32s:
     return np.array([group, group, own, own], np.int32)
 
 
-def tree_with(order: type[eviction.EvictionOrder], monkeypatch: pytest.MonkeyPatch) -> RadixPrefixCache:
-    monkeypatch.setitem(eviction.EVICTION_ORDERS, "test", order)
-    return RadixPrefixCache(1, eviction_policy="test")
-
-
-def test_fifo_ignores_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = tree_with(Fifo, monkeypatch)
+def tree_of_three(policy: str, looked_up: list[int]) -> RadixPrefixCache:
+    """Texts 0, 1 and 2, on pages 0 to 3, 4 to 7 and 8 to 11, of which some were looked up since."""
+    tree = RadixPrefixCache(1, policy)
     for i in range(3):
         tree.insert(text(i, i), np.arange(4 * i, 4 * i + 4, dtype=np.int32))
-    tree.match(text(0, 0))
+    for i in looked_up:
+        tree.match(text(i, i))
+    return tree
+
+
+def test_lru_gives_up_what_was_looked_up_longest_ago() -> None:
+    tree = tree_of_three("lru", [1, 0, 2, 0])
+    assert [sorted(tree.evict(4)) for _ in range(3)] == [[4, 5, 6, 7], [8, 9, 10, 11], [0, 1, 2, 3]]
+
+
+def test_fifo_ignores_lookups() -> None:
+    tree = tree_of_three("fifo", [0])
     assert sorted(tree.evict(4)) == [0, 1, 2, 3]
 
 
-def test_lfu_keeps_what_is_looked_up_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = tree_with(Lfu, monkeypatch)
-    for i in range(3):
-        tree.insert(text(i, i), np.arange(4 * i, 4 * i + 4, dtype=np.int32))
-    for i in (0, 0, 1, 2, 2):
-        tree.match(text(i, i))
+def test_lfu_keeps_what_is_looked_up_most() -> None:
+    tree = tree_of_three("lfu", [0, 0, 1, 2, 2])
     assert sorted(tree.evict(4)) == [4, 5, 6, 7]
     assert sorted(tree.evict(4)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("order", [eviction.LruOrder, Fifo, Lfu])
-def test_any_order_gives_up_leaves_only_and_everything_in_the_end(
-    order: type[eviction.EvictionOrder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = tree_with(order, monkeypatch)
+def test_lfu_forgets_what_came_once_before_what_comes_often_however_long_ago() -> None:
+    tree = tree_of_three("lfu", [0] * 40)
+    for i in range(3, 30):
+        tree.insert(text(i, i), np.arange(4 * i, 4 * i + 4, dtype=np.int32))
+    tree.evict(4 * 29)
+    assert sorted(tree.owned_pages()) == [0, 1, 2, 3]
+
+
+def test_every_policy_has_an_order() -> None:
+    assert get_args(CacheOptions.model_fields["radix_eviction_policy"].annotation) == tuple(EVICTION_ORDERS)
+
+
+@pytest.mark.parametrize("policy", EVICTION_ORDERS)
+def test_any_order_gives_up_leaves_only_and_everything_in_the_end(policy: str) -> None:
+    tree = RadixPrefixCache(1, policy)
     rng = np.random.default_rng(0)
     held = []
     next_page = 0

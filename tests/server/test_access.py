@@ -6,6 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.errors import ConfigError
+from radixserve.server.auth import read_api_keys
 from radixserve.tests.server.service import CHAT, COMPLETIONS, Service, running_service
 
 ORIGIN = {"origin": "http://app.example"}
@@ -46,6 +49,43 @@ def test_keys_guard_all_but_health_and_preflight(guarded: httpx.Client) -> None:
         assert accepted.status_code == 200
     info = guarded.get("/server_info", headers={"authorization": "Bearer other"})
     assert "k-Test_123" not in info.text
+
+
+def test_keys_of_a_file_have_names_and_weights(folder: Path) -> None:
+    file = folder / "keys"
+    file.write_text("# a comment\nk-one\nk-two batch 0.5  # theirs\n\nk-three batch 0.5\n")
+    with running_service(folder, api_key=("k-flag",), api_key_file=str(file)) as service:
+        for key in ("k-flag", "k-one", "k-two", "k-three"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.post(f"{service.url}{COMPLETIONS}", json=BODY, headers=headers).status_code == 200
+        for key in ("batch", "k-two batch 0.5", "#"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.post(f"{service.url}{COMPLETIONS}", json=BODY, headers=headers).status_code == 401
+        flag, one, *batch = [(submit.tenant, submit.weight) for submit in service.engine.submits]
+    assert flag == ("key 1", 1.0)
+    assert one[1] == 1.0 and one[0] not in ("", "key 1", "k-one")
+    assert batch == [("batch", 0.5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        ("k-secret a 0", "line 1: the weight"),
+        ("k-secret a nan", "line 1: the weight"),
+        ("k-secret a 1 2", "line 1: more than"),
+        ("k-secret\nk-secret", "line 2: this key is given twice"),
+        ("k-secret a 1\nk-other a 2", "line 2: a has another weight"),
+        ("# nothing", "no key"),
+    ],
+)
+def test_a_wrong_key_file_is_an_error_that_names_the_line_and_no_key(folder: Path, lines: str, names: str) -> None:
+    file = folder / "keys"
+    file.write_text(lines)
+    for path in (file, folder / "nowhere"):
+        with pytest.raises(ConfigError) as caught:
+            read_api_keys(ServeConfig(api_key_file=str(path)))
+        assert str(path) in str(caught.value) and "k-secret" not in str(caught.value)
+        assert path != file or names in str(caught.value)
 
 
 def test_without_keys_any_authorization_will_do(http: httpx.Client) -> None:
