@@ -13,6 +13,9 @@ _REFINED_LOGITS = 16
 class TorchOps:
     """Stateless; see ``Ops`` for shapes. Never synchronises with the device."""
 
+    def embed(self, ids: Tensor, weight: Tensor, hidden_size: int) -> Tensor:
+        return F.embedding(ids, weight)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:
             return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)

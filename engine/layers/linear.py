@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from radixserve.engine.layers.norm import RMSNorm
@@ -16,6 +15,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype):
         super().__init__()
+        self.in_features = in_features
         self.weight = empty_parameter(out_features, in_features, dtype=dtype)
         self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
 
@@ -43,7 +43,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype):
         super().__init__()
+        self.hidden_size = hidden_size
         self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+    def forward(self, ids: Tensor, ops: Ops) -> Tensor:
+        return ops.embed(ids, self.weight, self.hidden_size)

@@ -46,7 +46,7 @@ class LlamaTrunk(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype=dtype)
 
     def forward(self, ids: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
-        stream, pending = self.embed_tokens(ids), None
+        stream, pending = self.embed_tokens(ids, ctx.ops), None
         for layer in self.layers:
             stream, pending = layer(stream, pending, cos_sin, ctx)
         normed: Tensor = self.norm(stream, pending, ctx.ops)
