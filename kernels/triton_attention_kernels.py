@@ -79,7 +79,7 @@ def _attend(
         offset = slot[:, None] * slot_stride + dim[None, :]
         k = tl.load(k_ptr + offset, mask=valid[:, None], other=0.0)
         score = tl.dot(q, tl.trans(k)) * scale
-        if SOFTCAP:
+        if SOFTCAP > 0:  # a float is no condition to Triton
             score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score) + 1)  # SOFTCAP * tanh
         score = tl.where(valid[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
