@@ -52,6 +52,7 @@ def run_engine(address: str, step_ms: float) -> None:
     router.bind(address)
     decoder, encoder = msgspec.msgpack.Decoder(ToEngine), msgspec.msgpack.Encoder()
     left: dict[bytes, dict[int, int]] = {}
+    started: set[int] = set()
     next_status, step = 0.0, 0
     status = EngineStatus(os.getpid(), "ready", max_model_len=8192, vocab_size=49152)
     while True:
@@ -67,10 +68,9 @@ def run_engine(address: str, step_ms: float) -> None:
                 requests.pop(message.uid, None)
         step += 1
         for frontend, requests in left.items():
-            events = [_event(uid, count, step) for uid, count in requests.items()]
+            if requests:
+                router.send_multipart([frontend, encoder.encode(_step(requests, started, step))])
             left[frontend] = {uid: count - 1 for uid, count in requests.items() if count > 1}
-            if events:
-                router.send_multipart([frontend, encoder.encode(Outputs(events))])
         if time.monotonic() > next_status:
             next_status = time.monotonic() + STATUS_INTERVAL_S
             for frontend in left:
@@ -79,8 +79,19 @@ def run_engine(address: str, step_ms: float) -> None:
             time.sleep(step_ms / 1000)
 
 
-def _event(uid: int, count: int, step: int) -> TokenEvent:
-    return TokenEvent(uid, [WORDS[(uid * 31 + step) % len(WORDS)]], FinishReason.LENGTH if count == 1 else None)
+def _step(left: dict[int, int], started: set[int], step: int) -> Outputs:
+    """``left``: how many tokens each request still gets, the one of this step included."""
+    outputs = Outputs([], [], [])
+    for uid, count in left.items():
+        token = WORDS[(uid * 31 + step) % len(WORDS)]
+        if count == 1 or uid not in started:
+            started.add(uid)
+            finish = FinishReason.LENGTH if count == 1 else None
+            outputs.events.append(TokenEvent(uid, [token], finish))
+        else:
+            outputs.uids.append(uid)
+            outputs.tokens.append(token)
+    return outputs
 
 
 @dataclass

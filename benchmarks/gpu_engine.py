@@ -74,7 +74,7 @@ class Engine:
         self._scheduler = new_scheduler(built, config)
         self._pipeline = StepPipeline(self._scheduler, TimedRunner(built.runner.launch, self.clock), overlap=True)
         self._num_requests = 0
-        for phase in ("schedule", "complete", "take_events"):
+        for phase in ("schedule", "complete", "take_outputs"):
             setattr(self._scheduler, phase, self.clock.timed(phase, getattr(self._scheduler, phase)))
 
     def submit(self, count: int, prompt_len: int) -> None:
@@ -89,7 +89,7 @@ class Engine:
         start = time.perf_counter()
         for _ in range(count):
             self._pipeline.advance()
-            self._scheduler.take_events()
+            self._scheduler.take_outputs()
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -97,7 +97,7 @@ class Engine:
         self._scheduler.abort_request("")
         while self._pipeline.advance():
             pass
-        self._scheduler.take_events()
+        self._scheduler.take_outputs()
 
 
 def measure(engine: Engine, batch: int, prompt_len: int) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
-from radixserve.engine.messages import Outputs, Submit
+from radixserve.engine.messages import Submit
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.scheduler import Scheduler, SchedulerLimits
 from radixserve.engine.step import StepPlan, StepResult
@@ -56,8 +56,8 @@ def timed_step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[StepPlan
     began = time.perf_counter()
     scheduler.complete(plan, result)
     completed = time.perf_counter()
-    for events in scheduler.take_events().values():
-        msgspec.msgpack.encode(Outputs(events))
+    for outputs in scheduler.take_outputs().values():
+        msgspec.msgpack.encode(outputs)
     encoded = time.perf_counter()
     return plan, Times(1e6 * (planned - start), 1e6 * (completed - began), 1e6 * (encoded - completed))
 

@@ -17,7 +17,7 @@ from radixserve.engine.build import build_engine, ignore_progress
 from radixserve.engine.built import new_scheduler
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.interrupts import Interrupts
-from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.pipeline import StepPipeline
 from radixserve.engine.sampling_params import SamplingParams
@@ -134,7 +134,7 @@ class LLM:
         with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
             while self._pipeline.advance():
                 interrupts.check()
-                for event in self._scheduler.take_events().get(_FRONTEND, ()):
+                for event in self._scheduler.take_outputs().get(_FRONTEND, Outputs()).each():
                     request = running.get(event.uid)
                     if request is None or request.completion.finish_reason:
                         continue  # aborted by an earlier call, or at a stop string
@@ -171,14 +171,14 @@ class _Running:
     def take(self, event: TokenEvent) -> bool:
         """Add an event's tokens; true once the completion is whole."""
         completion = self.completion
-        completion.cached_tokens = event.cached_tokens
+        completion.cached_tokens = max(completion.cached_tokens, event.cached_tokens)
         completion.prompt_logprobs += event.prompt_logprobs or []
         completion.logprobs += event.logprobs or []
         completion.token_ids += event.token_ids
         completion.error = event.error
         stopped = event.finish is FinishReason.STOP
         if self._detokenizer is not None:
-            self._append(self._detokenizer.feed(event.token_ids[:-1] if stopped else event.token_ids))
+            self._append("".join(map(self._detokenizer.feed, event.token_ids[:-1] if stopped else event.token_ids)))
             if event.finish is not None:
                 self._append(self._detokenizer.finish())
         if self._stops is not None and self._stops.matched is not None:

@@ -16,7 +16,6 @@ from radixserve.engine.messages import (
     EngineStatus,
     FlushCache,
     Hello,
-    Outputs,
     Ping,
     Rejected,
     Submit,
@@ -53,8 +52,8 @@ class EngineLoop:
     def _turn(self) -> None:
         """At most one step. Blocks only when idle, and then no longer than to the next heartbeat."""
         busy = self._pipeline.advance()
-        for frontend, events in self._scheduler.take_events().items():
-            self._frontends.send(frontend, Outputs(events))
+        for frontend, outputs in self._scheduler.take_outputs().items():
+            self._frontends.send(frontend, outputs)
         messages = self._frontends.receive(0 if busy else self._ms_to_heartbeat())
         for frontend, message in messages:
             self._handle(frontend, message)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from radixserve.engine.messages import FinishReason, TokenEvent, TokenLogprobs
+from radixserve.engine.messages import FinishReason, Outputs, TokenEvent, TokenLogprobs
 from radixserve.engine.request import Request
 
 
@@ -26,33 +26,36 @@ class Counters:
 
 
 class Outbox:
-    """Owns the events that the frontends have not been sent yet, and the counters. ``clock``: seconds, monotonic."""
+    """Owns what the frontends have not been sent yet, and the counters. ``clock``: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.counters = Counters()
-        self._events: dict[bytes, list[TokenEvent]] = defaultdict(list)
+        self._outputs: dict[bytes, Outputs] = defaultdict(Outputs)
 
     def token(self, request: Request, token: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         """``token`` was appended to the output of ``request``, and ended it if ``finish`` is set."""
         self.counters.generated_tokens += 1
+        frontend, uid = request.key
         if finish is None and logprobs is None and len(request.output) > 1:  # by far the most frequent
-            event = TokenEvent(request.key[1], [token], None, request.cached_tokens or 0)
-        else:
-            is_first = len(request.output) == 1
-            by_stop_id = finish is FinishReason.STOP and token in request.sampling.stop_token_ids
-            event = TokenEvent(
-                request.uid,
-                [token],
-                finish,
-                cached_tokens=request.cached_tokens or 0,
-                stop_token_id=token if by_stop_id else None,
-                logprobs=None if logprobs is None else [logprobs],
-                prompt_logprobs=(request.prompt_logprobs or None) if is_first else None,
-                queue_s=request.admitted_at - request.arrived_at if is_first else None,
-                prefill_s=self._clock() - request.admitted_at if is_first else None,
-            )
-        self._events[request.key[0]].append(event)
+            outputs = self._outputs[frontend]
+            outputs.uids.append(uid)
+            outputs.tokens.append(token)
+            return
+        is_first = len(request.output) == 1
+        by_stop_id = finish is FinishReason.STOP and token in request.sampling.stop_token_ids
+        event = TokenEvent(
+            uid,
+            [token],
+            finish,
+            cached_tokens=request.cached_tokens or 0,
+            stop_token_id=token if by_stop_id else None,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=(request.prompt_logprobs or None) if is_first else None,
+            queue_s=request.admitted_at - request.arrived_at if is_first else None,
+            prefill_s=self._clock() - request.admitted_at if is_first else None,
+        )
+        self._outputs[frontend].events.append(event)
         self.counters.finished += finish is not None
 
     def aborted(self, request: Request) -> None:
@@ -63,15 +66,15 @@ class Outbox:
         self.counters.failed += 1
         self._end(request, FinishReason.ERROR, error)
 
-    def take(self) -> dict[bytes, list[TokenEvent]]:
-        """Events since the last call, by frontend."""
-        events, self._events = self._events, defaultdict(list)
-        return events
+    def take(self) -> dict[bytes, Outputs]:
+        """What came since the last call, by frontend. Due after each step: tokens of two would lose their order."""
+        outputs, self._outputs = self._outputs, defaultdict(Outputs)
+        return outputs
 
     def forget(self, frontend: bytes) -> None:
         """There is nobody left to tell."""
-        self._events.pop(frontend, None)
+        self._outputs.pop(frontend, None)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         event = TokenEvent(request.uid, [], reason, cached_tokens=request.cached_tokens or 0, error=error)
-        self._events[request.key[0]].append(event)
+        self._outputs[request.key[0]].events.append(event)

@@ -15,7 +15,7 @@ import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine.admission import Admission
-from radixserve.engine.messages import EngineStats, Rejected, Submit, TokenEvent, TokenLogprobs
+from radixserve.engine.messages import EngineStats, Outputs, Rejected, Submit, TokenLogprobs
 from radixserve.engine.outbox import Outbox
 from radixserve.engine.policy import POLICIES
 from radixserve.engine.prefill import decode_limit, share_budget
@@ -43,11 +43,11 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Owns all requests, waiting and running, and the events that their frontends have not been sent yet.
+    """Owns all requests, waiting and running, and what their frontends have not been sent yet.
 
     Use: ``submit`` and ``abort`` at any time; ``schedule`` a plan, launch it, and ``complete`` (or ``fail``) the plans
-    in the order they were made. The next plan may be made before the last one is completed. ``take_events`` returns
-    what there is to tell. Every accepted request ends in exactly one event with a ``finish``.
+    in the order they were made. The next plan may be made before the last one is completed. ``take_outputs``, due
+    after each, returns what there is to tell. Every accepted request ends in exactly one event with a ``finish``.
 
     ``shares_prefixes``: requests wait for a prefix that another one computes right now. ``tells_shared``: plans say
     which decode rows share a prefix.
@@ -152,8 +152,8 @@ class Scheduler:
             for r in expired
         ]
 
-    def take_events(self) -> dict[bytes, list[TokenEvent]]:
-        """Events since the last call, by frontend."""
+    def take_outputs(self) -> dict[bytes, Outputs]:
+        """What came since the last call, by frontend."""
         return self._outbox.take()
 
     def stats(self) -> EngineStats:

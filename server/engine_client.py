@@ -39,6 +39,9 @@ log = logging.getLogger("radixserve.server")
 
 TICK_S = 1.0
 SEARCH_TICK_S = 0.1  # while no engine is known
+# A turn of the event loop hands out messages until these are so many: what is written in one turn leaves together, and
+# a step of many requests shall not wait for the next, but a turn for each message of a few tokens would cost more.
+TOKENS_A_TURN = 64
 # A silent engine is greeted again after this time: it may be a new one that has not heard of us.
 GREETING_S = 2.0
 TOKEN_ID_BYTES = 4  # in ``Submit.prompt_ids``
@@ -47,7 +50,9 @@ FAILED = "the model could not be loaded; the server's log says why"
 
 
 class Sink(Protocol):
-    """Takes the events of one engine request. After ``on_failed`` or an event with ``finish`` there are no more."""
+    """Takes what comes for one engine request. After ``on_failed`` or an event with ``finish`` there is no more."""
+
+    def on_token(self, token_id: int) -> None: ...
 
     def on_tokens(self, event: TokenEvent) -> None: ...
 
@@ -76,8 +81,8 @@ class _Open:
 class EngineClient:
     """Owns the DEALER socket, the open requests by uid, and what is known of the engine.
 
-    A plain socket with its file descriptor in the event loop, not zmq.asyncio: one message carries a whole step, and
-    each is handed to its sinks right in the reader callback, without a future or a task switch in between. Lives on
+    A plain socket with its file descriptor in the event loop, not zmq.asyncio: one message carries a whole step, which
+    is handed to its sinks right in the reader callback, without a future or a task switch in between. Lives on
     one event loop: ``start`` and ``close`` are called there, and so is everything else.
     """
 
@@ -239,25 +244,27 @@ class EngineClient:
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Hand out one message, so that the tasks it woke run before the next: a chunk a token while we keep up."""
+        """Hand out what is there, but not all of it in one turn."""
         self._looking = False
-        if self._socket.closed:
-            return
-        try:
-            data = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        self._last_heard = time.monotonic()
-        try:
-            self._dispatch(self._decoder.decode(data))
-        finally:
-            self._look_soon()
+        num_tokens = 0
+        while num_tokens < TOKENS_A_TURN:
+            if self._socket.closed:
+                return
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._last_heard = time.monotonic()
+            message = self._decoder.decode(data)
+            num_tokens += len(message.events) + len(message.uids) if isinstance(message, Outputs) else 1
+            self._dispatch(message)
+        self._look_soon()
 
     def _dispatch(self, message: ToFrontend) -> None:
         match message:
             case Outputs():
-                for event in message.events:
-                    self._deliver(event)
+                self._deliver_tokens(message.uids, message.tokens)
+                self._deliver_events(message.events)
             case Rejected():
                 if (call := self._open.pop(message.uid, None)) is not None:
                     call.meter.rejected(message.code or "other")
@@ -268,11 +275,35 @@ class EngineClient:
                 if (answer := self._flushes.get(message.call)) is not None and not answer.done():
                     answer.set_result(message.num_tokens)
 
-    def _deliver(self, event: TokenEvent) -> None:
-        call = self._open.get(event.uid)
-        if call is None:
-            return  # aborted meanwhile
-        sink, meter = call.sink, call.meter
+    def _deliver_tokens(self, uids: list[int], tokens: list[int]) -> None:
+        """The path that nearly every token takes."""
+        now = self._last_heard
+        for uid, token in zip(uids, tokens, strict=True):
+            if (call := self._open.get(uid)) is None:
+                continue  # aborted meanwhile
+            call.meter.on_token(now)
+            try:
+                call.sink.on_token(token)
+            except Exception:
+                self._give_up(uid, call)
+
+    def _deliver_events(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if (call := self._open.get(event.uid)) is None:
+                continue
+            try:
+                self._deliver(event, call.sink, call.meter)
+            except Exception:
+                self._give_up(event.uid, call)
+
+    def _give_up(self, uid: int, call: _Open) -> None:
+        """Our fault: what the engine said could not be made an answer. The others of its message must not suffer."""
+        log.exception("a request failed between the engine and its client")
+        call.meter.failed()
+        self.abort(uid)
+        call.sink.on_failed(RequestFailed("internal error", status=500, code="internal_error"))
+
+    def _deliver(self, event: TokenEvent, sink: Sink, meter: RequestMeter) -> None:
         if event.finish is None:
             meter.on_tokens(event, self._last_heard)
             sink.on_tokens(event)

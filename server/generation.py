@@ -31,6 +31,10 @@ def _ignore(_: object) -> None:
     return None
 
 
+def _refuse() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobToken:
     """A generated token with its place in the text: ``offset`` is the number of characters before it."""
@@ -89,6 +93,13 @@ class Choice:
 
     # ---- filled by the engine ----
 
+    def on_token(self, token_id: int) -> None:
+        """The same as an event with this token alone, which is neither the first nor the last."""
+        self.num_tokens += 1
+        self._ids.append(token_id)
+        self._append(self._detokenizer.feed(token_id))
+        self.on_change(self)
+
     def on_tokens(self, event: TokenEvent) -> None:
         """A stop string may be found here, and then ``done`` is true before the engine knows."""
         self._feed(event)
@@ -101,7 +112,7 @@ class Choice:
         self.on_change(self)
 
     def _feed(self, event: TokenEvent) -> None:
-        self.cached_tokens = event.cached_tokens
+        self.cached_tokens = event.cached_tokens or self.cached_tokens
         if event.prompt_logprobs:
             self.prompt_logprobs += event.prompt_logprobs
         if self._prompt_only:
@@ -114,7 +125,7 @@ class Choice:
                 break  # The token that ends the text is no part of it.
             if event.logprobs is not None:
                 self._logprobs.append(LogprobToken(event.logprobs[position], self._decoded_chars))
-            if self._append(self._detokenizer.feed((token,))):
+            if self._append(self._detokenizer.feed(token)):
                 return
         if event.finish is not None:
             self._finish(event)
@@ -176,7 +187,8 @@ class Choice:
 class Generation:
     """All choices of one HTTP request. ``close`` (or leaving ``with``) aborts what still runs in the engine.
 
-    ``streaming``: wake the waiting task at every token instead of at the end only.
+    ``streaming``: wake the waiting task at every token instead of at the end only. ``on_news`` may spare it that: it is
+    called while the task waits and the generation goes on, and returns whether it took what there was.
     """
 
     def __init__(self, client: EngineClient, choices: Sequence[Choice], *, streaming: bool):
@@ -186,6 +198,7 @@ class Generation:
         self._uids: dict[Choice, int] = {}
         self._num_running = len(choices)
         self._waiter: asyncio.Future[None] | None = None
+        self.on_news: Callable[[], bool] = _refuse
         self.error: RequestFailed | None = None
 
     def submit(self, request_id: str, tenant: Tenant, priority: int, namespace: str) -> None:
@@ -244,5 +257,5 @@ class Generation:
             self._num_running -= 1
             self.error = self.error or choice.error
             self._client.complete(self._uids[choice])  # Only a stop string leaves something to end.
-        if self._streaming or self.done:
+        if self._waiter is not None and (self.done or (self._streaming and not self.on_news())):
             self.wake()

@@ -110,14 +110,20 @@ class RequestMeter:
         self._num_tokens = 0
         self._ended = False
 
+    def on_token(self, now: float) -> None:
+        """One more token, received at ``now`` (``time.monotonic``)."""
+        gaps, gap = self._gaps, now - self._last_at
+        gaps.counts[bisect_left(gaps.bounds, gap)] += 1  # observe, without the call
+        gaps.total += gap
+        self._last_at = now
+        self._num_tokens += 1
+
     def on_tokens(self, event: TokenEvent, now: float) -> None:
-        """``now``: when the event was received (``time.monotonic``)."""
+        """The same for an event with tokens; only the first tokens come in one for sure."""
         if self._first_at is None:
             self._take_first(event, now)
         else:
-            gaps, gap = self._gaps, now - self._last_at
-            gaps.counts[bisect_left(gaps.bounds, gap)] += 1  # observe, without the call
-            gaps.total += gap
+            self._gaps.observe(now - self._last_at)
         self._last_at = now
         self._num_tokens += len(event.token_ids)
 

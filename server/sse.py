@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from radixserve.server.connection import ChunkWriter, chunk_writer
 from radixserve.server.errors import error_event
 from radixserve.server.generation import Choice, Generation
 from radixserve.server.protocol.answer import Answer
@@ -20,8 +21,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 class EventStream(Response):
     """Owns ``generation``: whatever ends the response also ends the work in the engine.
 
-    One write carries all that came since the last one; while a slow client blocks it, its text gathers in the choices.
-    ``interval``: tokens between two chunks of a choice.
+    One write carries all that came since the last one. Nearly every token is written where it arrives, without a turn
+    of the response's task; the task opens and ends the stream, and waits for a client that reads slowly, while its
+    text gathers in the choices. ``interval``: tokens between two chunks of a choice.
     """
 
     media_type = "text/event-stream"
@@ -35,10 +37,13 @@ class EventStream(Response):
         self._unopened = set(generation.choices)
         self._unfinished = list(generation.choices)
         self._num_writes = 0
+        self._chunks: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._generation as generation, _Quiet(self) as quiet:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._chunks = chunk_writer(scope)
+            generation.on_news = self._write_at_once
             while not generation.done:
                 body = self._news() or (KEEP_ALIVE if quiet.take() else b"")
                 if body:
@@ -55,6 +60,15 @@ class EventStream(Response):
 
     def wake(self) -> None:
         self._generation.wake()
+
+    def _write_at_once(self) -> bool:
+        """Write what there is past the chain of ``send`` calls; false if that must wait for the client."""
+        if self._chunks is None or not self._chunks.ready:
+            return False
+        if body := self._news():
+            self._num_writes += 1
+            self._chunks.write(body)
+        return True
 
     def _has_news(self) -> bool:
         return any(choice.has_news(self._interval) for choice in self._unfinished)

@@ -15,6 +15,7 @@ import uvicorn
 from radixserve.engine import lifeline
 from radixserve.engine.errors import ConfigError
 from radixserve.server.app import build_app
+from radixserve.server.connection import Connection
 from radixserve.server.frontend import Frontend
 
 # Longer than what load balancers keep connections for, so that they close first.
@@ -51,7 +52,7 @@ def main() -> int:
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="on",
             log_config=None,

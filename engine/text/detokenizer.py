@@ -4,7 +4,7 @@ them. Cost per token does not grow with the text."""
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Set
 from typing import Protocol
 
 from tokenizers import Tokenizer as Backend
@@ -16,8 +16,8 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer(Protocol):
     """Turns one stream of ids into text; the pieces joined are the text of all ids."""
 
-    def feed(self, ids: Sequence[int]) -> str:
-        """The text that is certain once these ids have come; may be empty."""
+    def feed(self, token_id: int) -> str:
+        """The text that is certain once this id has come; may be empty."""
         ...
 
     def finish(self) -> str:
@@ -30,21 +30,35 @@ class IncrementalDetokenizer:
     an incomplete character.
 
     ``skipped``: ids that give no text. ``leading_spaces``: as many are removed from the beginning of the whole text,
-    where SentencePiece put one before the first word. Undecodable bytes become U+FFFD.
+    where SentencePiece put one before the first word. Undecodable bytes become U+FFFD. ``pieces``: the text of ids that
+    are whole characters, as nearly all are; it is filled here, and shared by all streams with the same ``skipped``.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], skipped: Set[int], leading_spaces: int = 0):
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], skipped: Set[int], pieces: dict[int, str], leading_spaces: int = 0
+    ):
         self._token_bytes = token_bytes
         self._skipped = skipped
+        self._pieces = pieces
         self._leading_spaces = leading_spaces
         self._decoder = _Utf8Decoder("replace")
+        self._between_chars = not leading_spaces  # and at no place where spaces are removed
 
-    def feed(self, ids: Sequence[int]) -> str:
-        skipped, token_bytes = self._skipped, self._token_bytes
-        return self._decode(b"".join([token_bytes(i) for i in ids if i not in skipped]), final=False)
+    def feed(self, token_id: int) -> str:
+        if self._between_chars and (piece := self._pieces.get(token_id)) is not None:
+            return piece
+        text = self._decode(b"" if token_id in self._skipped else self._token_bytes(token_id), final=False)
+        was_between_chars, self._between_chars = self._between_chars, self._is_between_chars()
+        if was_between_chars and self._between_chars:
+            self._pieces[token_id] = text
+        return text
 
     def finish(self) -> str:
         return self._decode(b"", final=True)
+
+    def _is_between_chars(self) -> bool:
+        held, _ = self._decoder.getstate()
+        return not held and not self._leading_spaces
 
     def _decode(self, data: bytes, final: bool) -> str:
         text = self._decoder.decode(data, final)
@@ -68,9 +82,9 @@ class DecodeStreamDetokenizer:
         self._ids: list[int] = []
         self._num_sent = 0
 
-    def feed(self, ids: Sequence[int]) -> str:
-        self._ids.extend(ids)
-        text = "".join(self._stream.step(self._backend, i) or "" for i in ids)
+    def feed(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._stream.step(self._backend, token_id) or ""
         self._num_sent += len(text)
         return text
 

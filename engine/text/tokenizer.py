@@ -38,6 +38,7 @@ class Tokenizer:
         config = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
         self._to_bytes, self._leading_spaces = _byte_decoding(config)
         self._bytes_of: dict[int, bytes] = {}
+        self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; text of control tokens becomes control tokens. ``add_special_tokens``: BOS or EOS are added where
@@ -48,14 +49,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of ``ids``; equal to what an incremental detokenizer gives in pieces. Unknown ids give nothing."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
-        return detokenizer.feed(ids) + detokenizer.finish()
+        return "".join(map(detokenizer.feed, ids)) + detokenizer.finish()
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A new incremental detokenizer for one stream."""
         if self._to_bytes is None:
             return DecodeStreamDetokenizer(self.backend, skip_special_tokens)
         skipped = self.control_ids if skip_special_tokens else frozenset[int]()
-        return IncrementalDetokenizer(self.token_bytes, skipped, self._leading_spaces)
+        return IncrementalDetokenizer(
+            self.token_bytes, skipped, self._pieces[skip_special_tokens], self._leading_spaces
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the UTF-8 output; incomplete characters occur. Empty for an unknown id."""

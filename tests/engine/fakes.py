@@ -305,8 +305,8 @@ class Harness:
         return busy
 
     def collect(self) -> None:
-        for frontend, events in self.scheduler.take_events().items():
-            for event in events:
+        for frontend, outputs in self.scheduler.take_outputs().items():
+            for event in outputs.each():
                 answer = self.answers[frontend, event.uid]
                 assert answer.finish is None, "an event after the final one"
                 answer.events.append(event)

@@ -70,8 +70,8 @@ class Client:
         missing = set(uids)
         while missing:
             match self.receive():
-                case Outputs(events):
-                    for event in events:
+                case Outputs() as outputs:
+                    for event in outputs.each():
                         if event.uid not in missing:
                             continue
                         told[event.uid].append(event)

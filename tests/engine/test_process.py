@@ -58,7 +58,7 @@ def test_loading_is_told_then_requests_are_served(tmp_path: Path) -> None:
         events = []
         while not (events and events[-1].finish):
             message = receive(socket)
-            events += message.events if isinstance(message, Outputs) else []
+            events += message.each() if isinstance(message, Outputs) else []
         assert events[-1].finish is FinishReason.LENGTH and len(events) == 4
 
 

@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -151,17 +152,21 @@ class FakeEngine:
                 self._send(key[0], Outputs([TokenEvent(key[1], [], FinishReason.ABORT)]))
 
     def _step(self) -> None:
-        events: dict[bytes, list[TokenEvent]] = {}
+        told: dict[bytes, Outputs] = defaultdict(Outputs)
         active = {key: request for key, request in self.running.items() if not request.says("silent")}
         if any(request.says("slow") for request in active.values()):
             time.sleep(0.02)
         for key, request in active.items():
-            event = self._advance(key[1], request)
-            events.setdefault(key[0], []).append(event)
+            (frontend, uid), event = key, self._advance(key[1], request)
+            if event == TokenEvent(uid, event.token_ids, cached_tokens=event.cached_tokens) and len(request.output) > 1:
+                told[frontend].uids.append(uid)
+                told[frontend].tokens.extend(event.token_ids)
+            else:
+                told[frontend].events.append(event)
             if event.finish is not None:
                 del self.running[key]
-        for frontend, batch in events.items():
-            self._send(frontend, Outputs(batch))
+        for frontend, outputs in told.items():
+            self._send(frontend, outputs)
 
     def _advance(self, uid: int, request: Running) -> TokenEvent:
         sampling, count = request.submit.sampling, len(request.output)

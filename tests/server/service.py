@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -16,6 +17,7 @@ import uvicorn
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.server.app import build_app
+from radixserve.server.connection import Connection
 from radixserve.server.frontend import Frontend
 from radixserve.tests.server.byte_model import write_byte_model
 from radixserve.tests.server.fake_engine import FakeEngine, running_engine
@@ -47,14 +49,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 @contextlib.contextmanager
-def running_frontend(config: ServeConfig, engine_address: str) -> Iterator[tuple[str, Frontend]]:
+def running_frontend(
+    config: ServeConfig, engine_address: str, protocol: type[asyncio.Protocol] = Connection
+) -> Iterator[tuple[str, Frontend]]:
     app = build_app(config, engine_address)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)  # so that slow readers are noticed
         server = uvicorn.Server(
-            uvicorn.Config(
-                app, loop="uvloop", http="httptools", ws="none", log_config=None, timeout_graceful_shutdown=1
-            )
+            uvicorn.Config(app, loop="uvloop", http=protocol, ws="none", log_config=None, timeout_graceful_shutdown=1)
         )
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

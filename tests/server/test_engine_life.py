@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine.text.detokenizer import IncrementalDetokenizer
 from radixserve.tests.server.byte_model import write_byte_model
+from radixserve.tests.server.fake_engine import running_engine
 from radixserve.tests.server.service import COMPLETIONS, running_frontend, running_service, wait_until
 
 LONG: dict[str, Any] = {"prompt": "{slow}<<a>>", "ignore_eos": True}
@@ -110,3 +114,43 @@ def test_killed_engine_ends_every_request_and_the_next_one_serves(folder: Path) 
             answer = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "<<again>>"}, timeout=10)
             assert answer.json()["choices"][0]["text"] == "again"
             assert frontend.client.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_ours_in_one_answer_spares_its_neighbours(
+    folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = IncrementalDetokenizer.feed
+
+    def fragile(self: IncrementalDetokenizer, token_id: int) -> str:
+        if token_id == ord("!"):
+            raise RuntimeError("a bug")
+        return feed(self, token_id)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "feed", fragile)
+    with running_service(folder) as service:
+        answers: dict[str, str] = {}
+
+        def post(said: str) -> None:
+            body = {"prompt": f"{{slow}}<<{said}>>", "stream": stream}
+            answers[said] = httpx.post(f"{service.url}{COMPLETIONS}", json=body, timeout=20).text
+
+        clients = [threading.Thread(target=post, args=(said,)) for said in ("spared", "al!as", "the end!")]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(20)
+        assert ["internal_error" in answers[said] for said in ("spared", "al!as", "the end!")] == [False, True, True]
+        assert stream or json.loads(answers["spared"])["choices"][0]["text"] == "spared"
+        wait_until(lambda: not service.engine.running and service.frontend.client.num_open == 0)
+
+
+def test_streams_do_without_our_own_connections(folder: Path) -> None:
+    config = ServeConfig(model=str(write_byte_model(folder / "model")), load_format="dummy")
+    address = f"ipc://{folder}/engine"
+    with running_engine(address), running_frontend(config, address, HttpToolsProtocol) as (url, _):
+        wait_until(lambda: health(url).status_code == 200)
+        body = {"prompt": "<<word by word>>", "stream": True}
+        *blocks, done, _ = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=10).text.split("\n\n")
+        texts = [json.loads(block.removeprefix("data: "))["choices"][0]["text"] for block in blocks]
+        assert ("".join(texts), done) == ("word by word", "data: [DONE]")

@@ -21,7 +21,7 @@ Pieces = Sequence[Sequence[int]]
 
 def in_pieces(tokenizer: Tokenizer, pieces: Pieces, skip_special_tokens: bool) -> list[str]:
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
-    return [*(detokenizer.feed(piece) for piece in pieces), detokenizer.finish()]
+    return [*("".join(map(detokenizer.feed, piece)) for piece in pieces), detokenizer.finish()]
 
 
 def ids_in_pieces(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
