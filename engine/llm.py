@@ -34,13 +34,15 @@ _UNBOUNDED_QUEUE = 1 << 31
 @dataclass(slots=True)
 class Completion:
     """What came of one prompt. ``finish_reason``: stop, length, abort or error. ``token_ids`` include the stop token;
-    ``text`` has neither it nor a stop string. ``logprobs``: one entry for each token, if asked for."""
+    ``text`` has neither it nor a stop string. ``logprobs``: one entry for each token, if asked for. ``ttft_s``: seconds
+    from its submission to its first token."""
 
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     cached_tokens: int = 0
+    ttft_s: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: str | None = None
@@ -172,6 +174,7 @@ class _Running:
         """Add an event's tokens; true once the completion is whole."""
         completion = self.completion
         completion.cached_tokens = max(completion.cached_tokens, event.cached_tokens)
+        completion.ttft_s += (event.queue_s or 0.0) + (event.prefill_s or 0.0)  # with the first token only
         completion.prompt_logprobs += event.prompt_logprobs or []
         completion.logprobs += event.logprobs or []
         completion.token_ids += event.token_ids

@@ -42,3 +42,11 @@ def span(text: str) -> tuple[int, int]:
     if bounds[0] > bounds[1]:
         raise argparse.ArgumentTypeError(f"{text}: the first number is the larger one")
     return bounds
+
+
+def numbers(text: str) -> list[float]:
+    """Positive numbers, separated by commas."""
+    values = [float(part) for part in text.split(",")]
+    if min(values) <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: not above 0")
+    return values

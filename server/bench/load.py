@@ -1,179 +1,213 @@
-"""Closed-loop streaming load: N clients, each sending its next request when the last one has ended.
+"""Load on a server: N clients in a closed loop, or conversations that begin at given times, whoever is still waiting.
 
 The work is drawn before the clock starts and dealt to client processes, so that one Python client is not what is
-measured. Every request streams with usage; tokens are counted by the server's usage, times by the client's clock.
+measured. Tokens are counted by the server's usage, times by the client's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
+from array import array
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing import get_context
 
-import httpx
+import uvloop
 
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem "
-    "hand part place case week company system program question work government number night point home water room "
-    "mother area money story fact month lot right study book eye job word business issue side kind head house"
-).split()
+from radixserve.server.bench.streaming import Answer, Connection, Target
+from radixserve.server.bench.workload import Conversation, Message, arrivals
+
+_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Workload:
-    """``clients`` send ``requests`` in all; words of the user text and generated tokens are uniform in their ranges."""
+class ClosedLoop:
+    """So many clients, each sending its next request when the last one is answered."""
 
-    url: str
-    model: str
     clients: int
-    requests: int
-    prompt_words: tuple[int, int] = (64, 512)
-    max_tokens: tuple[int, int] = (64, 512)
+
+    def __str__(self) -> str:
+        return f"{self.clients} clients"
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """Conversations begin at ``rate`` a second, however many are open; ``burstiness``: see ``workload.arrivals``."""
+
+    rate: float
+    burstiness: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.rate:g}/s"
+
+
+Pace = ClosedLoop | OpenLoop
+
+
+@dataclass(frozen=True)
+class Load:
+    """How to send a workload. ``timeout_s``: longest time for one answer."""
+
+    target: Target
+    model: str
+    pace: Pace
     processes: int = 1
-    seed: int = 0
-    api_key: str | None = None
+    ignore_eos: bool = True
     timeout_s: float = 600.0
+    seed: int = 0
+
+    def body(self, messages: list[Message], max_tokens: int) -> bytes:
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(body | {"ignore_eos": True} if self.ignore_eos else body).encode()
 
 
 @dataclass
 class Sample:
-    """What one request saw; times in seconds."""
+    """What one request saw. Times in seconds; ``gaps_s`` between chunks with text."""
 
     ttft_s: float = 0.0
     total_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
 
+    @property
+    def itl_s(self) -> float:
+        """Mean time of each token after the first."""
+        return (self.total_s - self.ttft_s) / max(1, self.completion_tokens - 1)
 
-@dataclass(frozen=True)
-class LoadReport:
-    """Samples of a run and the wall time that all of it took, in seconds."""
+
+@dataclass
+class ClientRun:
+    """What one client process saw; ``began`` and ``ended`` by the machine's monotonic clock, all in seconds."""
 
     samples: list[Sample]
-    wall_s: float
-
-    def summary(self) -> dict[str, float]:
-        good = [sample for sample in self.samples if sample.error is None]
-        gaps = sorted(gap for sample in good for gap in sample.gaps_s)
-        ttfts = sorted(sample.ttft_s for sample in good)
-        return {
-            "requests": len(self.samples),
-            "errors": len(self.samples) - len(good),
-            "wall_s": self.wall_s,
-            "output_tokens_per_s": sum(sample.completion_tokens for sample in good) / self.wall_s,
-            "prompt_tokens_per_s": sum(sample.prompt_tokens for sample in good) / self.wall_s,
-            "cached_tokens": sum(sample.cached_tokens for sample in good),
-            "requests_per_s": len(good) / self.wall_s,
-            "ttft_p50_ms": 1e3 * percentile(ttfts, 0.50),
-            "ttft_p99_ms": 1e3 * percentile(ttfts, 0.99),
-            "gap_p50_ms": 1e3 * percentile(gaps, 0.50),
-            "gap_p99_ms": 1e3 * percentile(gaps, 0.99),
-        }
+    began: float
+    ended: float
+    cpu_s: float
 
 
-def percentile(ordered: list[float], share: float) -> float:
-    """The value below which ``share`` of an ascending list lies (nearest rank); 0 for an empty list."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def run_load(workload: Workload) -> LoadReport:
-    """Send the whole workload and wait for it; errors of single requests are samples, not exceptions."""
-    bodies = _draw_bodies(workload)
-    processes = min(workload.processes, workload.clients)
-    shares = [bodies[i::processes] for i in range(processes)]
-    clients = [len(range(i, workload.clients, processes)) for i in range(processes)]
+def run_load(load: Load, conversations: Sequence[Conversation]) -> list[ClientRun]:
+    """Hold all ``conversations`` and wait for them; errors of single requests are samples, not exceptions."""
+    pace = load.pace
+    processes = min(load.processes, len(conversations))
+    if isinstance(pace, ClosedLoop):
+        processes = min(processes, pace.clients)
+        times = [0.0] * len(conversations)
+    else:
+        times = arrivals(len(conversations), pace.rate, pace.burstiness, load.seed)
+    shares = [_Share(load, conversations[i::processes], times[i::processes], i, processes) for i in range(processes)]
     if processes == 1:
+        return [_run_client(shares[0])]
+    context = get_context("spawn")  # who runs this may have threads
+    ready = context.Barrier(processes)
+    with ProcessPoolExecutor(processes, context, initializer=ready.wait, initargs=(_START_TIMEOUT_S,)) as pool:
+        return list(pool.map(_run_client, shares))
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The part of client process ``index`` of ``processes``; ``times``: when each conversation begins."""
+
+    load: Load
+    conversations: Sequence[Conversation]
+    times: Sequence[float]
+    index: int
+    processes: int
+
+
+def _run_client(share: _Share) -> ClientRun:
+    began, cpu_began = time.perf_counter(), time.process_time()
+    samples: list[Sample] = uvloop.run(_Client(share.load).run(share))
+    return ClientRun(samples, began, time.perf_counter(), time.process_time() - cpu_began)
+
+
+class _Client:
+    """One client process at work. Owns its connections."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._tls = load.target.tls()
+        self._idle: list[Connection] = []
+        self._samples: list[Sample] = []
+
+    async def run(self, share: _Share) -> list[Sample]:
+        match self._load.pace:
+            case ClosedLoop(clients):
+                queue = iter(share.conversations)
+                await asyncio.gather(*(self._one_by_one(queue) for _ in range(share.index, clients, share.processes)))
+            case OpenLoop():
+                await self._on_time(share)
+        for connection in self._idle:
+            connection.close()
+        return self._samples
+
+    async def _one_by_one(self, queue: Iterator[Conversation]) -> None:
+        for conversation in queue:
+            await self._hold(conversation)
+
+    async def _on_time(self, share: _Share) -> None:
         start = time.perf_counter()
-        samples = _client_process(workload, shares[0], clients[0])
-        return LoadReport(samples, time.perf_counter() - start)
-    with ProcessPoolExecutor(processes) as pool:
-        list(pool.map(time.sleep, [0.2] * processes))  # the processes exist before the clock starts
+        async with asyncio.TaskGroup() as group:
+            for conversation, begins in zip(share.conversations, share.times, strict=True):
+                await asyncio.sleep(start + begins - time.perf_counter())
+                group.create_task(self._hold(conversation))
+
+    async def _hold(self, conversation: Conversation) -> None:
+        """One conversation; a turn that fails ends it."""
+        connection = self._idle.pop() if self._idle else Connection(self._load.target, self._tls)
+        messages = list(conversation.opening)
+        for text, max_tokens in zip(conversation.turns, conversation.max_tokens, strict=True):
+            messages.append({"role": "user", "content": text})
+            answer = Answer()
+            sample = await self._ask(connection, self._load.body(messages, max_tokens), answer)
+            self._samples.append(sample)
+            if sample.error is not None:
+                break
+            if len(conversation.turns) > 1:
+                messages.append({"role": "assistant", "content": answer.text()})
+        self._idle.append(connection)
+
+    async def _ask(self, connection: Connection, body: bytes, answer: Answer) -> Sample:
+        request = self._load.target.request(body)
+        sample = Sample()
         start = time.perf_counter()
-        parts = list(pool.map(_client_process, [workload] * processes, shares, clients))
-    return LoadReport([sample for part in parts for sample in part], time.perf_counter() - start)
+        try:
+            async with asyncio.timeout(self._load.timeout_s):
+                await connection.post(request, answer)
+            sample.error = answer.error()
+        except (OSError, TimeoutError) as error:
+            sample.error = repr(error)
+        sample.total_s = time.perf_counter() - start
+        _fill(sample, answer, start)
+        return sample
 
 
-def _draw_bodies(workload: Workload) -> list[dict[str, object]]:
-    rng = random.Random(workload.seed)
-    bodies: list[dict[str, object]] = []
-    for _ in range(workload.requests):
-        text = " ".join(rng.choices(WORDS, k=rng.randint(*workload.prompt_words)))
-        bodies.append(
-            {
-                "model": workload.model,
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": rng.randint(*workload.max_tokens),
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
-    return bodies
+def _fill(sample: Sample, answer: Answer, start: float) -> None:
+    """Times and counts of a finished answer."""
+    times = answer.times
+    if times:
+        sample.ttft_s = times[0] - start
+        sample.gaps_s = array("d", (after - before for before, after in pairwise(times)))
+    usage = answer.usage() if sample.error is None else {}
+    sample.prompt_tokens = _count(usage.get("prompt_tokens"))
+    sample.completion_tokens = _count(usage.get("completion_tokens")) or len(times)
+    details = usage.get("prompt_tokens_details")
+    sample.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
 
 
-def _client_process(workload: Workload, bodies: list[dict[str, object]], clients: int) -> list[Sample]:
-    return asyncio.run(_closed_loop(workload, bodies, clients))
-
-
-async def _closed_loop(workload: Workload, bodies: list[dict[str, object]], clients: int) -> list[Sample]:
-    samples: list[Sample] = []
-    queue = iter(bodies)
-    headers = {"authorization": f"Bearer {workload.api_key}"} if workload.api_key else {}
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(
-        base_url=workload.url, headers=headers, limits=limits, timeout=workload.timeout_s, trust_env=False
-    ) as http:
-
-        async def one_client() -> None:
-            for body in queue:
-                samples.append(await _one_request(http, body))
-
-        await asyncio.gather(*(one_client() for _ in range(clients)))
-    return samples
-
-
-async def _one_request(http: httpx.AsyncClient, body: dict[str, object]) -> Sample:
-    sample = Sample()
-    start = last = time.perf_counter()
-    try:
-        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                sample.error = (await response.aread()).decode(errors="replace")[:200]
-                return sample
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                now = time.perf_counter()
-                event = json.loads(line[6:])
-                if "error" in event:
-                    sample.error = str(event["error"])[:200]
-                elif _has_text(event):
-                    if sample.ttft_s:
-                        sample.gaps_s.append(now - last)
-                    else:
-                        sample.ttft_s = now - start
-                    last = now
-                _take_usage(sample, event.get("usage"))
-    except httpx.HTTPError as error:
-        sample.error = repr(error)
-    sample.total_s = time.perf_counter() - start
-    return sample
-
-
-def _has_text(event: dict[str, object]) -> bool:
-    choices = event.get("choices")
-    return isinstance(choices, list) and bool(choices) and bool(choices[0]["delta"].get("content"))
-
-
-def _take_usage(sample: Sample, usage: object) -> None:
-    if isinstance(usage, dict):
-        sample.prompt_tokens = usage["prompt_tokens"]
-        sample.completion_tokens = usage["completion_tokens"]
-        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,4 +1,8 @@
-"""``radixserve bench serve``: closed-loop streaming load on any OpenAI-compatible server, as a table and JSON."""
+"""``radixserve bench serve``: streaming load on any OpenAI-compatible server, as a table, JSON and pictures.
+
+A closed loop of --clients, each sending its next request when the last one is answered, or an open loop that begins
+--rate conversations a second. Several values, separated by commas, are measured one after the other.
+"""
 
 from __future__ import annotations
 
@@ -10,58 +14,128 @@ from pathlib import Path
 import httpx
 
 from radixserve.engine.errors import ConfigError
-from radixserve.server.bench.arguments import positive, span, write_json
-from radixserve.server.bench.load import Workload, run_load
+from radixserve.server.bench.arguments import numbers, positive, span, write_json
+from radixserve.server.bench.load import ClosedLoop, Load, OpenLoop, Pace, Sample, run_load
+from radixserve.server.bench.plot import check_plot, plot_curves, plot_spread
+from radixserve.server.bench.report import Goal, Summary, summarize, table
+from radixserve.server.bench.streaming import Target
+from radixserve.server.bench.workload import Workload
+
+# By default a closed loop sends so many conversations for each client, and an open one goes on for so many seconds.
+_ROUNDS = 4
+_SECONDS = 30
 
 
 def run(arguments: Sequence[str]) -> int:
     """Returns 1 when any request failed."""
     options = _parser().parse_args(arguments)
-    url = options.url.rstrip("/").removesuffix("/v1")
+    check_plot(options.plot)
+    target = Target(options.url.rstrip("/").removesuffix("/v1"), options.api_key)
+    model = options.model or _first_model(target)
     workload = Workload(
-        url=url,
-        model=options.model or _first_model(url, options.api_key),
-        clients=options.clients,
-        requests=options.requests or 4 * options.clients,
         prompt_words=options.prompt_words,
         max_tokens=options.max_tokens,
-        processes=options.processes,
+        turns=options.turns,
+        prefixes=options.prefixes,
+        prefix_words=options.prefix_words,
+        prompts=options.prompts,
         seed=options.seed,
-        api_key=options.api_key,
     )
-    report = run_load(workload)
-    summary = report.summary()
-    print(f"{workload.clients} clients, {workload.requests} requests to {url}, model {workload.model}")
-    for name, value in summary.items():
-        print(f"  {name:<20} {value:>12,.2f}")
-    for error in sorted({sample.error for sample in report.samples if sample.error}):
-        print(f"  error: {error}")
-    facts = {"clients": workload.clients, "model": workload.model, "seed": workload.seed, **summary}
-    write_json(options.json, facts)
-    return 1 if summary["errors"] else 0
+    goal = Goal(options.good_ttft_ms / 1e3, options.good_itl_ms / 1e3)
+    columns: dict[str, Summary] = {}
+    samples: list[Sample] = []
+    for pace in _paces(options):
+        size, default_count = _size(pace)
+        load = Load(
+            target,
+            model,
+            pace,
+            processes=options.processes or _processes(size),
+            ignore_eos=options.ignore_eos,
+            timeout_s=options.timeout,
+            seed=options.seed,
+        )
+        runs = run_load(load, workload.draw(options.requests or default_count))
+        samples = [sample for run in runs for sample in run.samples]
+        columns[str(pace)] = summarize(runs, goal)
+        for error in sorted({sample.error for sample in samples if sample.error}):
+            print(f"{pace}: {error}")
+    print(f"{target.url}, model {model}\n{table(columns)}")
+    if options.plot and len(columns) == 1:
+        plot_spread(options.plot, samples)
+    elif options.plot:
+        points = {_size(pace)[0]: summary for pace, summary in zip(_paces(options), columns.values(), strict=True)}
+        plot_curves(options.plot, "conversations a second" if options.rate else "clients", points)
+    write_json(options.json, {"model": model, "seed": options.seed, "workload": _facts(workload), "loads": columns})
+    return 1 if any(summary["errors"] for summary in columns.values()) else 0
+
+
+def _paces(options: argparse.Namespace) -> list[Pace]:
+    if options.rate:
+        return [OpenLoop(rate, options.burstiness) for rate in options.rate]
+    return [ClosedLoop(round(clients)) for clients in options.clients]
+
+
+def _size(pace: Pace) -> tuple[float, int]:
+    """Clients or rate, and the conversations to hold by default."""
+    if isinstance(pace, ClosedLoop):
+        return pace.clients, _ROUNDS * pace.clients
+    return pace.rate, max(1, round(_SECONDS * pace.rate))
+
+
+def _processes(size: float) -> int:
+    """Client processes for so many clients, or arrivals a second: one is enough for a few dozen."""
+    return max(1, min(8, (os.cpu_count() or 1) // 2, round(size / 32)))
+
+
+def _facts(workload: Workload) -> dict[str, object]:
+    return {name: value if isinstance(value, int | tuple) else str(value) for name, value in vars(workload).items()}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="radixserve bench serve", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="radixserve bench serve",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="server under test (default: %(default)s)")
     add("--model", help="model name to send (default: the first that the server lists)")
-    add("--clients", type=positive, default=8, help="clients at the same time (default: %(default)s)")
-    add("--requests", type=positive, help="requests in all (default: 4 for each client)")
-    add("--prompt-words", type=span, default=(64, 512), metavar="LOW:HIGH", help="words a prompt (default: 64:512)")
-    add("--max-tokens", type=span, default=(64, 512), metavar="LOW:HIGH", help="tokens an answer (default: 64:512)")
-    add("--processes", type=positive, default=1, help="client processes (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="key to send (default: $OPENAI_API_KEY)")
+    add("--clients", type=numbers, default=[8], metavar="N[,N]", help="clients at the same time (default: 8)")
+    add("--rate", type=numbers, metavar="R[,R]", help="conversations that begin in a second, instead of --clients")
+    add("--burstiness", type=float, default=1.0, help="of --rate: 1 is Poisson, less comes in bursts (default: 1)")
+    add("--requests", type=positive, help="conversations in all (default: 4 for each client, or 30 s of --rate)")
+    add("--prompt-words", type=span, default=(64, 512), metavar="LOW:HIGH", help="words a text (default: 64:512)")
+    add("--max-tokens", type=span, default=(64, 512), metavar="LOW:HIGH", help="tokens an answer (default: 64:512)")
+    add("--turns", type=positive, default=1, help="texts a conversation, each with what was said before (default: 1)")
+    add("--prefixes", type=int, default=0, help="system prompts that all conversations share (default: none)")
+    add("--prefix-words", type=positive, default=1024, help="words of each of these (default: %(default)s)")
+    add("--prompts", type=Path, metavar="FILE", help="a text a line, or JSON with prompt or messages, and max_tokens")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="answers of full length (default: yes)",
+    )
+    add("--good-ttft-ms", type=float, default=500.0, help="a good request's first token (default: %(default)s)")
+    add("--good-itl-ms", type=float, default=50.0, help="and each further one on average (default: %(default)s)")
+    add("--processes", type=positive, help="client processes (default: by load and cores, at most 8)")
+    add("--timeout", type=float, default=600.0, metavar="S", help="for one answer (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    add("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg or .pdf")
     return parser
 
 
-def _first_model(url: str, api_key: str | None) -> str:
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+def _first_model(target: Target) -> str:
+    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=10, trust_env=False)
+        answer = httpx.get(f"{target.url}/v1/models", headers=headers, timeout=10, trust_env=False)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"{url} does not list its models ({error}); is it running? Else give --model") from error
+        raise ConfigError(
+            f"{target.url} does not list its models ({error}); is it running? Else give --model"
+        ) from error

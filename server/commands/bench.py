@@ -9,6 +9,7 @@ from radixserve.engine.errors import ConfigError
 
 BENCHMARKS = {
     "serve": "load on a running server: tokens/s, TTFT and time between chunks",
+    "prefix": "requests that share long prefixes, without a server: cached tokens, time, TTFT",
     "offline": "many requests at once, without a server: tokens/s",
     "latency": "one request at a time, without a server: ms a token",
 }

@@ -1,4 +1,4 @@
-"""``radixserve bench offline`` and ``latency``: their workload, their figures, and their mistakes."""
+"""``radixserve bench offline``, ``latency`` and ``prefix``: their workload, their figures, and their mistakes."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ def test_latency_tells_first_and_further_tokens_apart(flags: list[str], tmp_path
     assert found["prompt_tokens"] == 10 and found["generated_tokens"] == 8 and len(found["request_ms"]) == 2
     low, high = min(found["request_ms"]) / 8, max(found["request_ms"]) / 8
     assert low - 0.01 <= found["ms_per_token"] <= high + 0.01
+
+
+def test_prefix_finds_all_but_the_first_of_each_in_the_radix_cache_only(flags: list[str], tmp_path: Path) -> None:
+    sizes = ["--prefixes=2", "--requests=3", "--prefix-len=48", "--own-len=5", "--output-len=3", "--rounds=2"]
+    found = figures("prefix", [*flags, *sizes], tmp_path)
+    for name, cached in (("radix", 2 * 2 * 48), ("naive", 0)):
+        assert [one["cached_tokens"] for one in found[name]["rounds"]] == [cached, cached]
+        for one in found[name]["rounds"]:
+            assert one["prompt_tokens"] == 2 * 3 * 53
+            assert 0 < one["ttft_p50_ms"] <= one["ttft_p99_ms"] <= 1e3 * one["seconds"]
 
 
 @pytest.mark.parametrize(

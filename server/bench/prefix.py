@@ -1,0 +1,123 @@
+"""``radixserve bench prefix``: requests that share long prefixes, all submitted at once, with the engine alone.
+
+By default 64 prefixes of 2,048 random tokens, 16 requests of each with 128 tokens of their own, shuffled; greedy, 64
+tokens each. Measured without the radix cache (unless --no-naive) and with it. Options of ``radixserve serve`` are
+understood as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import radixserve
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.server.bench.arguments import engine_options, positive, write_json
+from radixserve.server.bench.report import percentile
+
+_VOCAB = 10_000  # random ids lie below
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """Lengths in tokens. ``size``: requests of each prefix."""
+
+    prefixes: int
+    size: int
+    prefix_len: int
+    own_len: int
+    output_len: int
+    rounds: int
+    seed: int
+
+    @property
+    def ideal_cached(self) -> int:
+        """Prompt tokens found in the cache when each prefix is computed once."""
+        return self.prefixes * (self.size - 1) * self.prefix_len
+
+    def prompts(self, rng: random.Random) -> list[list[int]]:
+        def ids(count: int) -> list[int]:
+            return [rng.randrange(_VOCAB) for _ in range(count)]
+
+        prompts = []
+        for _ in range(self.prefixes):
+            prefix = ids(self.prefix_len)
+            prompts += [prefix + ids(self.own_len) for _ in range(self.size)]
+        rng.shuffle(prompts)
+        return prompts
+
+
+def run(arguments: Sequence[str]) -> int:
+    options, rest = _parser().parse_known_args(arguments)
+    engine = engine_options(rest, max_model_len=4096)
+    workload = _Workload(
+        options.prefixes,
+        options.requests,
+        options.prefix_len,
+        options.own_len,
+        options.output_len,
+        options.rounds,
+        options.seed,
+    )
+    results: dict[str, Any] = {}
+    if options.naive and "disable_radix_cache" not in engine:
+        # In a process of its own, so that the memory comes back for certain.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            results["naive"] = pool.submit(_measure, engine | {"disable_radix_cache": True}, workload).result()
+    results["naive" if engine.get("disable_radix_cache") else "radix"] = _measure(engine, workload)
+    write_json(options.json, {**vars(workload), "ideal_cached_tokens": workload.ideal_cached, **results})
+    return 0
+
+
+def _measure(engine: dict[str, Any], workload: _Workload) -> dict[str, Any]:
+    """Time, cached tokens and TTFT of each round; each has new prompts, so none finds those of another."""
+    rng = random.Random(workload.seed)  # noqa: S311 (not for secrets)
+    rule = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=workload.output_len)
+    rounds: list[dict[str, Any]] = []
+    with radixserve.LLM(**engine) as llm:
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
+        print(f"{'naive' if engine.get('disable_radix_cache') else 'radix'} cache: {llm.description}")
+        for _ in range(workload.rounds):
+            prompts = workload.prompts(rng)
+            began = time.perf_counter()
+            done = llm.generate(prompts, rule)
+            seconds = time.perf_counter() - began
+            ttfts = sorted(1e3 * completion.ttft_s for completion in done)
+            rounds.append(
+                {
+                    "seconds": round(seconds, 4),
+                    "cached_tokens": sum(completion.cached_tokens for completion in done),
+                    "prompt_tokens": sum(map(len, prompts)),
+                    "ttft_p50_ms": round(percentile(ttfts, 0.50), 2),
+                    "ttft_p99_ms": round(percentile(ttfts, 0.99), 2),
+                }
+            )
+            print(
+                f"  {seconds:.3f} s; {rounds[-1]['cached_tokens']:,} of {rounds[-1]['prompt_tokens']:,} prompt tokens "
+                f"cached (ideal {workload.ideal_cached:,}); TTFT p50 {rounds[-1]['ttft_p50_ms']:,.0f} ms, "
+                f"p99 {rounds[-1]['ttft_p99_ms']:,.0f} ms",
+                flush=True,
+            )
+    return {"engine": llm.description, "rounds": rounds}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="radixserve bench prefix", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--prefixes", type=positive, default=64, help="different prefixes (default: %(default)s)")
+    add("--requests", type=positive, default=16, help="requests of each prefix (default: %(default)s)")
+    add("--prefix-len", type=positive, default=2048, metavar="N", help="tokens of a prefix (default: %(default)s)")
+    add("--own-len", type=positive, default=128, metavar="N", help="tokens behind it (default: %(default)s)")
+    add("--output-len", type=positive, default=64, metavar="N", help="tokens out, greedy (default: %(default)s)")
+    add("--rounds", type=positive, default=2, help="timed rounds, with new prompts each (default: %(default)s)")
+    add("--naive", action=argparse.BooleanOptionalAction, default=True, help="compare with a cache that keeps nothing")
+    add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    return parser
