@@ -70,8 +70,8 @@ class DecodeStep:
         self.norm = torch.ones(config["hidden_size"], device=DEVICE, dtype=BF16)
         self.cos_sin = torch.rand(4096, config["head_dim"], device=DEVICE)
         self.last_tokens = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-        self.temperatures = torch.full((batch,), 0.6 if batch > 1 else 0.0, device=DEVICE)
-        self.seeds = torch.arange(batch, device=DEVICE)
+        self.floats = torch.tensor([[0.6 if batch > 1 else 0.0, 1.0, 0.0]] * batch, device=DEVICE)
+        self.ints = torch.tensor([[row, config["vocab_size"]] for row in range(batch)], device=DEVICE)
         heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
         self.attention = TritonDecodeAttention(heads, kv_heads, dim, batch, DEVICE, pdl=pdl)
 
@@ -96,7 +96,7 @@ class DecodeStep:
         normed = ops.rms_norm(x, self.norm, EPS) if pending is None else ops.add_rms_norm(pending, x, self.norm, EPS)[0]
         self.logits = ops.logits(normed, self.head)
         self.drawn = sample(
-            self.logits, layout.rows, self.temperatures, self.seeds, layout.kv_lens, self.last_tokens, self.pdl
+            self.logits, layout.rows, self.floats, self.ints, layout.kv_lens, self.last_tokens, self.pdl
         )
 
     def project(

@@ -12,7 +12,7 @@ from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.gguf_weights import gguf_tensors
-from radixserve.engine.graphs import graph_batch_sizes
+from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ModelSpec, load_spec
@@ -160,25 +160,33 @@ class _Parts:
         )
 
     def prepare(self, runner: ModelRunner, progress: Progress) -> None:
-        """Load all kernels, so that no request waits for them, and capture the graphs of decode steps."""
+        """Load all kernels, so that no request waits for them, and capture the graphs of steps."""
         progress("warming up", 0.0)
         counts = _WARM_UP_TOKENS if self.sizes.device.type == "cuda" else _WARM_UP_TOKENS[1:2]
         for num_tokens in counts:
             warm_up(runner, num_tokens, 1, self.sizes.max_model_len, self.spec.vocab_size)
-        self._capture(runner, self._graph_sizes(), lambda share: progress("capturing graphs", share))
+        if self._captures(runner):
+            self._capture(runner, 0, lambda share: progress("capturing graphs", share))
 
-    def _graph_sizes(self) -> list[int]:
-        return [] if self.config.enforce_eager else graph_batch_sizes(self.config.max_num_seqs)
+    def _captures(self, runner: ModelRunner) -> bool:
+        return runner.can_capture and not self.config.enforce_eager
 
-    def _capture(self, runner: ModelRunner, batch_sizes: list[int], report: Callable[[float], None]) -> None:
+    def _capture(self, runner: ModelRunner, first: int, report: Callable[[float], None]) -> int:
+        """Capture the graphs of all sizes from the ``first`` on, -1 for the largest; returns how many sizes there
+        are."""
+        batch_sizes, token_counts = (
+            graph_batch_sizes(self.config.max_num_seqs),
+            mixed_token_counts(self.sizes.step_tokens),
+        )
         decode_inputs = select_decode_inputs(self.sizes.device)
-        if batch_sizes and decode_inputs is not None and runner.can_capture:
-            runner.capture_decodes(decode_inputs, batch_sizes, self.spec.vocab_size, report)
+        assert decode_inputs is not None
+        runner.capture(decode_inputs, batch_sizes[first:], token_counts[first:], self.spec.vocab_size, report)
+        return len(batch_sizes) + len(token_counts)
 
     def _measure_step_bytes(self) -> int:
         """Peak of device memory that the largest step, the kernels' workspaces and the graphs take beside weights and
         KV."""
-        device, graph_sizes = self.sizes.device, self._graph_sizes()
+        device = self.sizes.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         runner = self.runner(num_pages=1)
@@ -188,8 +196,9 @@ class _Parts:
         peak = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
-        self._capture(runner, graph_sizes[-1:], lambda share: None)  # the others share its memory
-        graph_bytes = free - torch.cuda.mem_get_info(device)[0] + _GRAPH_BYTES * len(graph_sizes)
+        # The others share the memory of the largest.
+        num_graphs = self._capture(runner, -1, lambda share: None) if self._captures(runner) else 0
+        graph_bytes = free - torch.cuda.mem_get_info(device)[0] + _GRAPH_BYTES * num_graphs
         del runner
         torch.cuda.empty_cache()
         return peak + graph_bytes

@@ -1,7 +1,8 @@
 """Executes step plans: one forward pass over paged KV, then sampling. Implements ``step.Runner``.
 
 ``launch`` only enqueues work: it never waits for the device, so on CUDA the next plan can be made meanwhile. There a
-step of decodes alone is the replay of a graph, sampling included; all other steps, and all steps on a CPU, run eagerly.
+step of decodes alone is the replay of a graph, sampling included, and so is one with a moderate number of prompt
+tokens, up to its final hidden states. All other steps, and all steps on a CPU, run eagerly.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.engine.graphs import DecodeGraphs
+from radixserve.engine.graphs import DecodeGraphs, MixedGraphs
 from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.messages import TokenLogprobs
 from radixserve.engine.models.registry import CausalLM
@@ -20,7 +21,7 @@ from radixserve.engine.page_table import PageTable
 from radixserve.engine.prompt_logprobs import PromptLogprobs, ScoredChunk
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler
 from radixserve.engine.step import Int32s, StepPlan, StepResult
-from radixserve.engine.step_inputs import StepInputs, lay_out, upload
+from radixserve.engine.step_inputs import PaddedSize, StepInputs, lay_out, upload
 from radixserve.engine.transfer import record_event
 from radixserve.kernels.interface import AttentionKernel, BatchLayout, DecodeInputs, Ops
 from radixserve.kvcache.mha import MHAKVCache
@@ -29,8 +30,8 @@ _NOTHING: Int32s = np.zeros(0, np.int32)
 
 
 class ModelRunner:
-    """Owns the weights, the KV buffer, the page table, the sampler and the graphs of decode steps. Plans run in launch
-    order on the current stream."""
+    """Owns the weights, the KV buffer, the page table, the sampler and the graphs of steps. Plans run in launch order
+    on the current stream."""
 
     def __init__(
         self,
@@ -52,7 +53,8 @@ class ModelRunner:
         self._page_size = kv.buffer.shape[3]
         self._k_caches, self._v_caches = kv.buffer[0].unbind(0), kv.buffer[1].unbind(0)
         self._page_table = PageTable(max_rows, max_pages_per_row, self._device)
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._graph_logits = torch.empty(0, device=self._device)
 
     @property
@@ -62,31 +64,44 @@ class ModelRunner:
 
     @property
     def can_capture(self) -> bool:
-        """Whether decode steps can be captured in graphs."""
+        """Whether steps can be captured in graphs."""
         return self._device.type == "cuda" and self._attention.plans_on_device
 
     @torch.inference_mode()
-    def capture_decodes(
-        self, decode_inputs: DecodeInputs, batch_sizes: Sequence[int], vocab_size: int, report: Callable[[float], None]
+    def capture(
+        self,
+        decode_inputs: DecodeInputs,
+        batch_sizes: Sequence[int],
+        token_counts: Sequence[int],
+        vocab_size: int,
+        report: Callable[[float], None],
     ) -> None:
-        """From now on replay CUDA graphs for steps of up to max(``batch_sizes``) decodes and nothing else. Only if
-        ``can_capture``."""
+        """From now on replay CUDA graphs for steps of up to max(``batch_sizes``) decodes and nothing else, and for most
+        others of up to max(``token_counts``) tokens. Only if ``can_capture``. ``report``: share done."""
         self._graph_logits = torch.empty(max(batch_sizes), vocab_size, device=self._device)
 
         def decode(rows: Tensor, kv_lens: Tensor) -> Tensor:
             table = self._page_table.tensor
             inputs = decode_inputs(rows, kv_lens, table, self._sampler.last_tokens, self._page_size)
             starts = torch.empty(0, dtype=torch.int32, device=self._device)
-            no_host = (_NOTHING, _NOTHING, _NOTHING, self._page_table.host)
-            self._attention.plan(BatchLayout(len(rows), self._page_size, rows, kv_lens, starts, table, *no_host))
+            self._attention.plan(self._layout(len(rows), rows, kv_lens, starts))
             ids, positions, slots = inputs
             hidden = self._model(ids, self._context(positions, slots))
             logits = self._model.logits(hidden, self._ops, self._graph_logits[: len(rows)])
             return self._sampler.draw_plain(logits, rows, kv_lens)
 
+        def mixed(inputs: StepInputs[Tensor], size: PaddedSize) -> Tensor:
+            layout = self._layout(size.decodes, inputs.rows, inputs.kv_lens, inputs.query_starts)
+            return self._forward(layout, inputs)
+
+        pool = torch.cuda.graph_pool_handle()
         padding_row = len(self._page_table.host)
-        self._graphs = DecodeGraphs(decode, batch_sizes, padding_row, self._device)
-        self._graphs.capture(report)
+        mixed_graphs = MixedGraphs(mixed, token_counts, padding_row, self._device)
+        decode_graphs = DecodeGraphs(decode, batch_sizes, padding_row, self._device)
+        # The larger ones first: the others then fit into their memory.
+        mixed_graphs.capture(pool, lambda share: report(share / 2))
+        decode_graphs.capture(pool, lambda share: report((1 + share) / 2))
+        self._mixed_graphs, self._decode_graphs = mixed_graphs, decode_graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -95,13 +110,18 @@ class ModelRunner:
         for setup in plan.setups:
             self._prompt_logprobs.set_row(setup.row, setup.sampling.prompt_logprobs)
         self._page_table.write(plan.page_rows, plan.page_cols, plan.page_ids)
-        if self._graphs is not None and not plan.chunks and self._graphs.fits(len(plan.decode_rows)):
-            replayed = self._replay(self._graphs, plan.decode_rows, plan.decode_lens)
+        num_decodes = len(plan.decode_rows)
+        if self._decode_graphs is not None and not plan.chunks and self._decode_graphs.fits(num_decodes):
+            replayed = self._replay(self._decode_graphs, plan.decode_rows, plan.decode_lens)
             return LaunchedStep(replayed, [], plan.num_samples, self._device)
         host = lay_out(plan, self._page_table.host, self._page_size)
-        inputs = upload(host, self._device)
-        num_decodes = len(plan.decode_rows)
-        hidden = self._forward(num_decodes, host, inputs)
+        if self._mixed_graphs is not None and plan.chunks and self._mixed_graphs.fits(plan):
+            inputs, hidden = self._mixed_graphs.replay(host, num_decodes)
+        else:
+            inputs = upload(host, self._device)
+            layout = self._layout(num_decodes, inputs.rows, inputs.kv_lens, inputs.query_starts, host)
+            hidden = self._forward(layout, inputs)
+        hidden = hidden[: plan.num_tokens]
         scored = self._prompt_logprobs.score(plan.chunks, hidden[num_decodes:])
         sampled = self._sample(hidden, host, inputs) if len(host.sample_rows) else None
         return LaunchedStep(sampled, scored, plan.num_samples, self._device)
@@ -114,24 +134,34 @@ class ModelRunner:
         batch = SampleBatch(*graphs.inputs(len(rows)), rows, kv_lens)
         return self._sampler.sample(self._graph_logits[: len(rows)], batch)
 
-    def _forward(self, num_decodes: int, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Tensor:
-        """Final hidden states [T, H]."""
-        layout = BatchLayout(
+    def _layout(
+        self,
+        num_decodes: int,
+        rows: Tensor,
+        kv_lens: Tensor,
+        query_starts: Tensor,
+        host: StepInputs[Int32s] | None = None,
+    ) -> BatchLayout:
+        """Without ``host`` attention is planned on the device."""
+        return BatchLayout(
             num_decodes=num_decodes,
             page_size=self._page_size,
-            rows=inputs.rows,
-            kv_lens=inputs.kv_lens,
-            query_starts=inputs.query_starts,
+            rows=rows,
+            kv_lens=kv_lens,
+            query_starts=query_starts,
             page_table=self._page_table.tensor,
-            rows_host=host.rows,
-            kv_lens_host=host.kv_lens,
-            query_starts_host=host.query_starts,
+            rows_host=host.rows if host else _NOTHING,
+            kv_lens_host=host.kv_lens if host else _NOTHING,
+            query_starts_host=host.query_starts if host else _NOTHING,
             page_table_host=self._page_table.host,
         )
+
+    def _forward(self, layout: BatchLayout, inputs: StepInputs[Tensor]) -> Tensor:
+        """Final hidden states [T, H]."""
         self._attention.plan(layout)
-        decode_ids = self._sampler.last_tokens[inputs.rows[:num_decodes]]
-        context = self._context(inputs.positions, inputs.slots.long())
-        return self._model(torch.cat((decode_ids, inputs.chunk_ids)), context)
+        last_tokens = self._sampler.last_tokens[(-1 - inputs.ids).clamp(min=0)]
+        ids = torch.where(inputs.ids < 0, last_tokens, inputs.ids)
+        return self._model(ids, self._context(inputs.positions, inputs.slots.long()))
 
     def _context(self, positions: Tensor, slots: Tensor) -> ForwardContext:
         return ForwardContext(
@@ -144,11 +174,12 @@ class ModelRunner:
         )
 
     def _sample(self, hidden: Tensor, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Sampled:
-        """Sample for the sequences that want it."""
-        everywhere = len(host.sample_tokens) == len(hidden)
-        logits = self._model.logits(hidden if everywhere else hidden[inputs.sample_tokens], self._ops)
-        batch = SampleBatch(inputs.sample_rows, inputs.sample_lens, host.sample_rows, host.sample_lens)
-        return self._sampler.sample(logits, batch)
+        """Sample for the sequences that want it; ``inputs`` may be padded."""
+        count = len(host.sample_rows)
+        everywhere = count == len(hidden)
+        logits = self._model.logits(hidden if everywhere else hidden[inputs.sample_tokens[:count]], self._ops)
+        rows, num_known = inputs.sample_rows[:count], inputs.sample_lens[:count]
+        return self._sampler.sample(logits, SampleBatch(rows, num_known, host.sample_rows, host.sample_lens))
 
 
 class LaunchedStep:

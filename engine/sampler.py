@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from radixserve.engine.token_counts import TokenCounts
 from radixserve.engine.transfer import to_device, to_host
 from radixserve.kernels.interface import DrawKernel
 
-# The largest probabilities looked at first to find the top-p set on a CPU, where sorting a vocabulary is slow.
+# The largest probabilities looked at first to find the top-p set: sorting a vocabulary is slow.
 _TOP_P_HEAD = 256
 # Below this, logits divided by it could overflow; it is greedy in effect.
 _MIN_TEMPERATURE = 1e-5
@@ -75,7 +74,7 @@ class Sampler:
         self._seeds_top_ks = torch.zeros(max_rows + 1, 2, dtype=torch.int64, device=device)
         self._counts = TokenCounts(max_rows, vocab_size, device)
         self._greedy = np.ones(max_rows, np.bool_)
-        self._plain = np.ones(max_rows, np.bool_)  # nothing but a temperature, but for min_tokens
+        self._plain = np.ones(max_rows, np.bool_)  # a draw kernel does it all, but for min_tokens
         self._penalized = np.zeros(max_rows, np.bool_)
         self._biased = np.zeros(max_rows, np.bool_)
         self._top_k = np.zeros(max_rows, np.int64)
@@ -109,11 +108,10 @@ class Sampler:
         return bool((self._plain[rows_host] & (num_known_host >= self._min_len[rows_host])).all())
 
     def draw_plain(self, logits: Tensor, rows: Tensor, num_known: Tensor) -> Tensor:
-        """Only with a draw kernel: ``sample`` for rows without rules but a temperature, [2, S] as in ``Sampled``. May
-        be captured in a CUDA graph."""
+        """Only with a draw kernel: ``sample`` for plain rows, [2, S] as in ``Sampled``. May be captured in a CUDA
+        graph."""
         assert self._draw_kernel is not None
-        temperatures, seeds = self._floats[:, 0], self._seeds_top_ks[:, 0]
-        return self._draw_kernel(logits, rows, temperatures, seeds, num_known, self.last_tokens)
+        return self._draw_kernel(logits, rows, self._floats, self._seeds_top_ks, num_known, self.last_tokens)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         """Choose a token for each row of ``logits`` [S, vocab] fp32, which is not changed."""
@@ -121,7 +119,7 @@ class Sampler:
         if self._draw_kernel is None:
             drawn = self._draw_on_cpu(adjusted, batch, failed=~logits.sum(dim=-1).isfinite())
         else:
-            drawn = self.draw_plain(self._filter(adjusted, batch), batch.rows, batch.num_known)
+            drawn = self.draw_plain(adjusted, batch.rows, batch.num_known)
         tokens = drawn[0]
         if len(penalized := np.flatnonzero(self._penalized[batch.rows_host])):
             where = to_device(penalized, self._device)
@@ -147,10 +145,7 @@ class Sampler:
         self._wants_logprobs[row] = sampling.logprobs is not None
         self._num_top[row] = sampling.logprobs or 0
         special = sampling.has_penalties or bool(sampling.logit_bias) or sampling.logprobs is not None
-        self._plain[row] = not special and (sampling.greedy or not self._has_filter(row))
-
-    def _has_filter(self, rows: int | Int32s) -> Any:
-        return (self._top_k[rows] < self._vocab_size) | (self._top_p[rows] < 1.0) | (self._min_p[rows] > 0.0)
+        self._plain[row] = not special
 
     def _adjust(self, logits: Tensor, batch: SampleBatch) -> Tensor:
         """Penalties, then logit_bias, then no end before min_tokens. Returns ``logits`` itself if nothing applies."""
@@ -188,17 +183,6 @@ class Sampler:
             np.fromiter(inside.keys(), np.int64, len(inside)),
             np.fromiter(inside.values(), np.float32, len(inside)),
         )
-
-    def _filter(self, logits: Tensor, batch: SampleBatch) -> Tensor:
-        """-inf for what top-k, top-p and min-p leave out. Returns ``logits`` itself if nothing applies."""
-        rows = batch.rows_host
-        filtered = np.flatnonzero(~self._greedy[rows] & self._has_filter(rows))
-        if not len(filtered):
-            return logits
-        where = to_device(filtered, self._device)
-        part = logits[where]
-        dropped = self._probs(part, batch.rows[where], rows[filtered]) == 0.0
-        return logits.index_copy(0, where, part.masked_fill_(dropped, -torch.inf))
 
     def _draw_on_cpu(self, logits: Tensor, batch: SampleBatch, failed: Tensor) -> Tensor:
         # max is several times faster than argmax on a CPU
@@ -240,10 +224,9 @@ class Sampler:
         head_size = int(self._top_k[rows_host].max(initial=1, where=~all_k))
         if not (all_k & nucleus).any():
             return probs.where(probs >= _floors(probs, top_k, top_p, head_size)[0], 0.0)
-        if self._device.type == "cpu":
-            floors, found = _floors(probs, top_k, top_p, max(head_size, min(_TOP_P_HEAD, self._vocab_size)))
-            if found.all():
-                return probs.where(probs >= floors, 0.0)
+        floors, found = _floors(probs, top_k, top_p, max(head_size, min(_TOP_P_HEAD, self._vocab_size)))
+        if found.all():
+            return probs.where(probs >= floors, 0.0)
         return probs.where(probs >= _floors(probs, top_k, top_p, self._vocab_size)[0], 0.0)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.engine.step import Int32s, StepPlan
@@ -15,11 +17,11 @@ Array = TypeVar("Array", Int32s, Tensor)
 
 
 class StepInputs(NamedTuple, Generic[Array]):
-    """int32 throughout. T tokens, S sequences (decodes, then chunks), C tokens of chunks, N samples."""
+    """int32 throughout. T tokens, S sequences (decodes, then chunks), N samples."""
 
+    ids: Array  # [T]; -1 - row for a decode: that row's last token
     positions: Array  # [T]
     slots: Array  # [T]
-    chunk_ids: Array  # [C]
     rows: Array  # [S]
     kv_lens: Array  # [S], with this step's tokens
     query_starts: Array  # [S + 1]
@@ -43,9 +45,9 @@ def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[In
     pages = page_table[np.repeat(rows, query_lens), positions // page_size]
     samples = np.flatnonzero([True] * num_decodes + [chunk.samples for chunk in chunks])
     return StepInputs(
+        ids=np.concatenate([-1 - plan.decode_rows, *(chunk.token_ids for chunk in chunks)]),
         positions=positions,
         slots=pages * page_size + positions % page_size,
-        chunk_ids=np.concatenate([np.zeros(0, np.int32), *(chunk.token_ids for chunk in chunks)]),
         rows=rows,
         kv_lens=kv_lens,
         query_starts=query_starts,
@@ -55,12 +57,46 @@ def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[In
     )
 
 
-def upload(host: StepInputs[Int32s], device: torch.device) -> StepInputs[Tensor]:
-    """One copy; the results are views of it, each aligned to 16 bytes: kernels are compiled for aligned tensors, and
-    compiled anew where one is not."""
+@dataclass(frozen=True, slots=True)
+class PaddedSize:
+    """What a step of a fixed size has room for."""
+
+    tokens: int
+    decodes: int
+    chunks: int
+
+
+def pad(host: StepInputs[Int32s], num_decodes: int, size: PaddedSize) -> StepInputs[Int32s]:
+    """The same step with arrays of fixed lengths. Tokens that are padding have slot -1, decodes KV length 0, and chunks
+    no queries; sequence ``size.decodes`` is the first chunk, whose tokens still follow those of the real decodes."""
+    num_chunks = len(host.rows) - num_decodes
+    sequences = size.decodes + size.chunks
+    places = np.concatenate((np.arange(num_decodes), size.decodes + np.arange(num_chunks)))
+
+    def filled(array: Int32s, length: int, value: int = 0, at: slice | NDArray[np.intp] | None = None) -> Int32s:
+        result = np.full(length, value, np.int32)
+        result[slice(len(array)) if at is None else at] = array
+        return result
+
+    return StepInputs(
+        ids=filled(host.ids, size.tokens),
+        positions=filled(host.positions, size.tokens),
+        slots=filled(host.slots, size.tokens, -1),
+        rows=filled(host.rows, sequences, at=places),
+        kv_lens=filled(host.kv_lens, sequences, at=places),
+        query_starts=filled(host.query_starts[:-1], sequences + 1, int(host.query_starts[-1]), at=places),
+        sample_tokens=filled(host.sample_tokens, sequences),
+        sample_rows=filled(host.sample_rows, sequences),
+        sample_lens=filled(host.sample_lens, sequences),
+    )
+
+
+def upload(host: StepInputs[Int32s], device: torch.device, into: Tensor | None = None) -> StepInputs[Tensor]:
+    """One copy (``into`` a buffer, if given); the results are views of it, each aligned to 16 bytes: kernels are
+    compiled for aligned tensors, and compiled anew where one is not."""
     starts = np.concatenate(([0], np.cumsum([-(-len(array) // 4) * 4 for array in host])))
     packed = np.zeros(starts[-1], np.int32)
     for start, array in zip(starts[:-1], host, strict=True):
         packed[start : start + len(array)] = array
-    on_device = to_device(packed, device)
+    on_device = to_device(packed, device, into)
     return StepInputs(*(on_device[start : start + len(a)] for start, a in zip(starts[:-1].tolist(), host, strict=True)))

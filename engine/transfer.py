@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy ``array`` in the order of the current stream. On the CPU the result shares its memory."""
+def to_device(array: NDArray[Any], device: torch.device, into: Tensor | None = None) -> Tensor:
+    """Copy ``array`` in the order of the current stream, to the start of ``into`` if given. On the CPU the result
+    shares its memory else."""
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    # The pinned block returns to torch's cache only after the copy has run.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # A pinned block returns to torch's cache only after the copy has run.
+    pinned = tensor if device.type == "cpu" else tensor.pin_memory()
+    if into is None:
+        return pinned.to(device, non_blocking=True)
+    return into[: len(tensor)].copy_(pinned, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:

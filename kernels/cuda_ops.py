@@ -8,6 +8,7 @@ from torch import Tensor
 
 from radixserve.kernels import triton_linear, triton_ops
 
+_EARLY = False
 _MAX_TOKENS_IN_PARTS = 256
 _MAX_COLUMNS_IN_PARTS = 4096
 
@@ -25,7 +26,8 @@ class CudaOps:
         return triton_ops.rms_norm(x, weight, eps, None, self._pdl)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return triton_ops.rms_norm(x, weight, eps, residual, self._pdl), residual
+        # x comes from a product of the library, which lets nothing start before it ends: an early launch only costs.
+        return triton_ops.rms_norm(x, weight, eps, residual, self._pdl and _EARLY), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return triton_ops.silu_mul(gate_up, self._pdl)
@@ -78,7 +80,7 @@ class CudaOps:
         if fused:
             return stream, triton_linear.fused_linear(normed, weight, gated=gated, pdl=self._pdl)
         product = F.linear(normed, weight, bias)
-        return stream, self.silu_mul(product) if gated else product
+        return stream, triton_ops.silu_mul(product, self._pdl and _EARLY) if gated else product
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

@@ -41,6 +41,10 @@ class BatchLayout:
     then the prefill chunks. Host copies are for planners; device tensors for kernels that need no plan.
 
     ``page_table`` is the runner's whole table [max_rows, max_pages]; sequence s reads row ``rows[s]``.
+
+    A step that is planned on the device has empty host arrays and may be padded: behind the real decodes come some of
+    KV length 0, which take no tokens, so that chunk tokens follow those of the real decodes; behind the real chunks
+    come some without queries; and behind the last chunk's tokens come tokens of nobody, whose attention is anything.
     """
 
     num_decodes: int
@@ -58,8 +62,8 @@ class BatchLayout:
 class AttentionKernel(Protocol):
     """Causal attention of each sequence's queries over its own pages (grouped-query heads, no gathering copy).
 
-    ``plans_on_device``: a step of decodes alone is planned from the layout's tensors only, so that ``plan`` and ``run``
-    may be captured in a CUDA graph and the layout's host arrays may be empty.
+    ``plans_on_device``: a layout with empty host arrays is planned from its tensors only, so that ``plan`` and ``run``
+    may be captured in a CUDA graph.
     """
 
     plans_on_device: bool
@@ -160,11 +164,12 @@ class DrawKernel(Protocol):
         self,
         logits: Tensor,  # [S, vocab]
         rows: Tensor,  # int32 [S]
-        temperatures: Tensor,  # fp32 by row; 0 is greedy
-        seeds: Tensor,  # int64 by row
+        floats: Tensor,  # fp32 [max_rows, 3 or more]: temperature (0 is greedy), top-p, min-p
+        ints: Tensor,  # int64 [max_rows, 2]: seed, top-k (vocab: all)
         num_known: Tensor,  # int32 [S]: tokens before the one to choose
         last_tokens: Tensor,  # int64 by row, gets the tokens
     ) -> Tensor:
         """int32 [2, S]: token ids, then 1 where logits were not finite (the token is 0 there). A draw depends on the
-        row's logits, temperature, seed and number of known tokens only."""
+        row's logits, rules, seed and number of known tokens only. Tokens of equal logits stay together: a filter keeps
+        all or none of them."""
         ...

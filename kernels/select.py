@@ -76,19 +76,14 @@ def _cuda_attention(backend: str, shape: AttentionShape, device: torch.device, m
         return chunks
     from radixserve.kernels.split_attention import SplitAttention
     from radixserve.kernels.triton_attention import TritonDecodeAttention
+    from radixserve.kernels.triton_extend import TritonExtendAttention
 
+    heads, pdl = (shape.num_heads, shape.num_kv_heads, shape.head_dim), _has_pdl(device)
     decodes = TritonDecodeAttention(
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        max_seqs,
-        device,
-        pdl=_has_pdl(device),
-        scale=shape.scale,
-        softcap=shape.softcap,
-        windows=shape.windows,
+        *heads, max_seqs, device, pdl=pdl, scale=shape.scale, softcap=shape.softcap, windows=shape.windows
     )
-    return SplitAttention(decodes, chunks)
+    unplanned = TritonExtendAttention(*heads, pdl=pdl, scale=shape.scale, softcap=shape.softcap)
+    return SplitAttention(decodes, chunks, unplanned)
 
 
 def _has_pdl(device: torch.device) -> bool:

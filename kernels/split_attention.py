@@ -8,30 +8,37 @@ from torch import Tensor
 from radixserve.kernels.flashinfer_attention import FlashInferAttention
 from radixserve.kernels.interface import BatchLayout
 from radixserve.kernels.triton_attention import TritonDecodeAttention
+from radixserve.kernels.triton_extend import TritonExtendAttention
 
 
 class SplitAttention:
-    """``AttentionKernel``: decodes by ``decodes``, chunks by ``chunks``. A step of decodes only needs no host plan, so
-    its ``plan`` and ``run`` may be captured in a CUDA graph."""
+    """``AttentionKernel``: decodes by ``decodes``, chunks by ``chunks``, or by ``unplanned_chunks`` where the step is
+    planned on the device, so that ``plan`` and ``run`` may be captured in a CUDA graph."""
 
     plans_on_device = True
 
-    def __init__(self, decodes: TritonDecodeAttention, chunks: FlashInferAttention):
-        self._decodes, self._chunks = decodes, chunks
-        self._num_decodes = self._num_sequences = 0
+    def __init__(
+        self, decodes: TritonDecodeAttention, chunks: FlashInferAttention, unplanned_chunks: TritonExtendAttention
+    ):
+        self._decodes, self._chunks, self._unplanned_chunks = decodes, chunks, unplanned_chunks
 
     def plan(self, layout: BatchLayout) -> None:
-        self._num_decodes, self._num_sequences = layout.num_decodes, layout.rows.shape[0]
-        if self._num_decodes:
-            self._decodes.plan_decode(layout, self._num_decodes)
-        if self._num_sequences > self._num_decodes:
-            self._chunks.plan_from(layout, self._num_decodes)
+        self._layout = layout
+        self._has_chunks = layout.rows.shape[0] > layout.num_decodes
+        self._on_host = len(layout.rows_host) > 0
+        if layout.num_decodes:
+            self._decodes.plan_decode(layout, layout.num_decodes)
+        if self._has_chunks and self._on_host:
+            self._chunks.plan_from(layout, layout.num_decodes)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
         out = torch.empty_like(q)
-        split = self._num_decodes
+        split = self._layout.num_decodes
         if split:
             self._decodes.run_decode(q[:split], k_cache, v_cache, out[:split], window)
-        if self._num_sequences > split:
+        if self._has_chunks and self._on_host:
             self._chunks.run_into(q[split:], k_cache, v_cache, out[split:], window)
+        elif self._has_chunks:
+            # After the decodes, since it takes back the rows in which their padding has left zeros.
+            self._unplanned_chunks.run(self._layout, q, k_cache, v_cache, out, window)
         return out

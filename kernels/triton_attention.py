@@ -24,6 +24,12 @@ PARTS = 8  # of a sequence that are loaded at once when they are merged
 _LOG2_E = 1.4426950408889634  # the kernel works with powers of two
 
 
+def in_powers_of_two(head_dim: int, scale: float | None, softcap: float | None) -> tuple[float, float]:
+    """What the kernels get for a shape's ``scale`` and ``softcap``, 0 for none."""
+    scale = head_dim**-0.5 if scale is None else scale
+    return (scale * _LOG2_E, 0.0) if softcap is None else (scale * 2 * _LOG2_E / softcap, softcap * _LOG2_E)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
     """What was measured best on an H200 for 1 to 256 sequences, 2 and 4 query heads a KV head."""
@@ -65,9 +71,7 @@ class TritonDecodeAttention:
         self.group_rows = triton.next_power_of_2(self.group)
         tuning = tuning or DecodeTuning()
         self.pdl, self.tuning = pdl, tuning
-        scale = head_dim**-0.5 if scale is None else scale
-        self.scale = scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap
-        self.softcap = 0.0 if softcap is None else softcap * _LOG2_E
+        self.scale, self.softcap = in_powers_of_two(head_dim, scale, softcap)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.num_slices = max(1, tuning.blocks_per_sm * num_sms // kv_heads)
 

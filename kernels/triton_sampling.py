@@ -2,6 +2,9 @@
 (seed, number of known tokens, token id), so neither on the batch nor on the order of execution.
 
 argmax(logit / T - log(E)) with E exponentially distributed picks token i with probability softmax(logit / T)[i].
+
+Top-k, top-p and min-p each keep the tokens from some logit up. ``_floor_of_row`` finds the highest of these floors by
+bisection over the bits of a float, on the few largest logits where these are sure to hold it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK = 4096  # logits of one program
+BLOCK = 4096  # logits of one program, and candidates for a floor
 
 
 @triton.jit
@@ -45,18 +48,151 @@ def _fast_log(x):
 
 
 @triton.jit
+def _ordered(x):
+    """Bits of fp32 as uint32 in the order of the values."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _value(key):
+    """The inverse of ``_ordered``."""
+    bits = key.to(tl.int32, bitcast=True)
+    return (bits ^ tl.where(bits < 0, -2147483648, -1)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(x, top, scale):
+    return tl.exp2((x - top) * scale)
+
+
+@triton.jit
+def _amount_from(values_ptr, size, key, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of the values are not below ``key``, or their weight."""
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        x = tl.load(values_ptr + start + at, mask=start + at < size, other=float("-inf"))
+        amount = _weight(x, top, scale) if BY_WEIGHT else tl.full([BLOCK], 1.0, tl.float32)
+        total += tl.where((_ordered(x) >= key) & (start + at < size), amount, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _floor_for(values_ptr, size, target, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest key from which on there are ``target`` values, or so much of their weight."""
+    key = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        enough = _amount_from(values_ptr, size, key | bit, top, scale, BY_WEIGHT, BLOCK) >= target
+        key = tl.where(enough, key | bit, key)
+        bit = bit >> 1
+    return key
+
+
+@triton.jit
+def _floor_of_values(values_ptr, size, top_k, top_p, weight, top, scale, has_top_k, BLOCK: tl.constexpr):
+    """The floor of top-k, then that of top-p as a share of what top-k has left; ``weight`` is that of all tokens."""
+    key = tl.full([], 0, tl.uint32)
+    if has_top_k:
+        key = _floor_for(values_ptr, size, top_k, top, scale, False, BLOCK)
+        # Of several tokens at the floor only as many count as top-k has room for.
+        surplus = _amount_from(values_ptr, size, key, top, scale, False, BLOCK) - top_k
+        weight = _amount_from(values_ptr, size, key, top, scale, True, BLOCK)
+        weight -= surplus * _weight(_value(key), top, scale)
+    if top_p < 1.0:
+        key = tl.maximum(key, _floor_for(values_ptr, size, top_p * weight, top, scale, True, BLOCK))
+    return key
+
+
+@triton.jit
+def _floor_of_row(
+    logits_ptr,  # [samples, vocab]
+    rows_ptr,  # int32 [samples]
+    floats_ptr,  # fp32 [max_rows, floats_stride]
+    ints_ptr,  # int64 [max_rows, ints_stride]
+    candidates_ptr,  # fp32 [samples, BLOCK] scratch
+    floors_ptr,  # fp32 [samples] out
+    vocab,
+    logits_stride,
+    floats_stride,
+    ints_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + sample)
+    temperature = tl.load(floats_ptr + row * floats_stride)
+    top_p = tl.load(floats_ptr + row * floats_stride + 1)
+    min_p = tl.load(floats_ptr + row * floats_stride + 2)
+    top_k = tl.load(ints_ptr + row * ints_stride + 1).to(tl.int32)
+    has_top_k = top_k < vocab
+    floor = tl.full([], float("-inf"), tl.float32)
+    if (temperature > 0) & (has_top_k | (top_p < 1.0) | (min_p > 0.0)):
+        line_ptr = logits_ptr + sample * logits_stride
+        kept_ptr = candidates_ptr + sample * BLOCK
+        at = tl.arange(0, BLOCK)
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            x = tl.load(line_ptr + start + at, mask=start + at < vocab, other=float("-inf"))
+            highest = tl.maximum(highest, x)
+        top = tl.max(highest, 0)
+        scale = 1.4426950408889634 / temperature
+        if has_top_k | (top_p < 1.0):
+            # Every BLOCK-th token is of one lane. There are at least as many tokens from the n-th largest of the lanes'
+            # maxima up as there are lanes, and hardly more.
+            few = has_top_k & (top_k <= BLOCK // 4)
+            wanted = tl.where(few, top_k, BLOCK // 2)
+            bound = tl.full([], 0, tl.uint32)
+            bit = tl.full([], 0x80000000, tl.uint32)
+            for _ in range(32):
+                enough = tl.sum((_ordered(highest) >= (bound | bit)).to(tl.int32), 0) >= wanted
+                bound = tl.where(enough, bound | bit, bound)
+                bit = bit >> 1
+            count = tl.full([], 0, tl.int32)
+            weights = tl.zeros([BLOCK], tl.float32)
+            kept_weights = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, vocab, BLOCK):
+                x = tl.load(line_ptr + start + at, mask=start + at < vocab, other=float("-inf"))
+                take = (_ordered(x) >= bound) & (start + at < vocab)
+                number = tl.sum(take.to(tl.int32), 0)
+                weight = _weight(x, top, scale)
+                weights += weight
+                if number > 0:
+                    place = count + tl.cumsum(take.to(tl.int32), 0) - 1
+                    tl.store(kept_ptr + place, x, mask=take & (place < BLOCK))
+                    kept_weights += tl.where(take, weight, 0.0)
+                count += number
+            tl.debug_barrier()
+            total = tl.sum(weights, 0)
+            holds_top_p = (has_top_k == 0) & (tl.sum(kept_weights, 0) >= top_p * total)
+            if (count <= BLOCK) & (few | holds_top_p):
+                key = _floor_of_values(kept_ptr, count, top_k, top_p, total, top, scale, has_top_k, BLOCK)
+            else:
+                key = _floor_of_values(line_ptr, vocab, top_k, top_p, total, top, scale, has_top_k, BLOCK)
+            floor = _value(tl.minimum(key, _ordered(top)))
+        if min_p > 0.0:
+            floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
+    tl.store(floors_ptr + sample, floor)
+
+
+@triton.jit
 def _best_of_block(
     logits_ptr,  # [samples, vocab]
     rows_ptr,  # int32 [samples]
-    temperatures_ptr,  # fp32 [max_rows], 0: greedy
-    seeds_ptr,  # int64 [max_rows]
+    floats_ptr,  # fp32 [max_rows, floats_stride]
+    ints_ptr,  # int64 [max_rows, ints_stride]
     num_known_ptr,  # int32 [samples]
+    floors_ptr,  # fp32 [samples]
     best_ptr,  # fp32 [samples, blocks] out
     best_id_ptr,  # int32 [samples, blocks] out
     vocab,
     logits_stride,
-    temperatures_stride,
-    seeds_stride,
+    floats_stride,
+    ints_stride,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -68,13 +204,14 @@ def _best_of_block(
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     row = tl.load(rows_ptr + sample)
-    temperature = tl.load(temperatures_ptr + row * temperatures_stride)
+    temperature = tl.load(floats_ptr + row * floats_stride)
     score = tl.load(logits_ptr + sample.to(tl.int64) * logits_stride + token, mask=inside, other=float("-inf"))
     score = score.to(tl.float32)
     # A NaN becomes +inf, which no sound logit is, and so reaches the end.
     score = tl.where(score < float("inf"), score, float("inf"))
+    score = tl.where(score >= tl.load(floors_ptr + sample), score, float("-inf"))
     if temperature > 0:
-        noise = _log_exponential(tl.load(seeds_ptr + row * seeds_stride), tl.load(num_known_ptr + sample), token)
+        noise = _log_exponential(tl.load(ints_ptr + row * ints_stride), tl.load(num_known_ptr + sample), token)
         score = score / temperature - noise
     best = tl.max(score, 0)
     spot = sample * tl.num_programs(0) + block
@@ -112,10 +249,10 @@ def _best_of_row(
 
 
 def sample(
-    logits: Tensor,  # [S, vocab], unit stride within a row
+    logits: Tensor,  # fp32 [S, vocab], unit stride within a row
     rows: Tensor,  # int32 [S]
-    temperatures: Tensor,  # fp32 [max_rows], 0 is greedy; may be a column of a table
-    seeds: Tensor,  # int64 [max_rows]; likewise
+    floats: Tensor,  # fp32 [max_rows, 3 or more]: temperature (0 is greedy), top-p, min-p
+    ints: Tensor,  # int64 [max_rows, 2]: seed, top-k (vocab: all)
     num_known: Tensor,  # int32 [S]: tokens before the one to sample
     last_tokens: Tensor,  # int64 [max_rows], gets the sampled tokens
     pdl: bool = True,
@@ -123,21 +260,38 @@ def sample(
     """See ``DrawKernel``. Not finite: a NaN or +inf among the logits, or -inf alone."""
     samples, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    best = torch.empty(samples, blocks, dtype=torch.float32, device=logits.device)
-    best_id = torch.empty(samples, blocks, dtype=torch.int32, device=logits.device)
-    drawn = torch.empty(2, samples, dtype=torch.int32, device=logits.device)
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
+
+    floors, best, best_id = scratch(samples), scratch(samples, blocks), scratch(samples, blocks, dtype=torch.int32)
+    drawn = scratch(2, samples, dtype=torch.int32)
+    strides = (logits.stride(0), floats.stride(0), ints.stride(0))
+    _floor_of_row[(samples,)](
+        logits,
+        rows,
+        floats,
+        ints,
+        scratch(samples, BLOCK),
+        floors,
+        vocab,
+        *strides,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=16,
+        launch_pdl=pdl,
+    )
     _best_of_block[(blocks, samples)](
         logits,
         rows,
-        temperatures,
-        seeds,
+        floats,
+        ints,
         num_known,
+        floors,
         best,
         best_id,
         vocab,
-        logits.stride(0),
-        temperatures.stride(0),
-        seeds.stride(0),
+        *strides,
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=8,

@@ -23,14 +23,22 @@ EOS = 3
 
 
 def draw_in_torch(
-    logits: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, num_known: Tensor, last_tokens: Tensor
+    logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, last_tokens: Tensor
 ) -> Tensor:
     """A ``DrawKernel`` for the CPU."""
     vocab = logits.shape[1]
-    numbers = uniform(seeds[rows, None], num_known[:, None] * vocab + torch.arange(vocab))
+    temperature, top_p, min_p = floats[rows, :3].chunk(3, dim=-1)
+    seeds, top_k = ints[rows].chunk(2, dim=-1)
+    numbers = uniform(seeds, num_known[:, None] * vocab + torch.arange(vocab))
     gumbel = -torch.log(-torch.log(numbers.clamp(min=1e-12)))
-    temperature = temperatures[rows, None]
-    scores = torch.where(temperature > 0, logits / temperature.clamp(min=1e-9) + gumbel, logits)
+    drawn = temperature > 0
+    scaled = logits / temperature.clamp(min=1e-9)
+    probs, order = scaled.softmax(-1).sort(descending=True, stable=True)
+    top = probs.masked_fill(torch.arange(vocab) >= top_k, 0.0)
+    outside = (top.cumsum(-1) - top >= top_p * top.sum(-1, keepdim=True)) | (top < min_p * top[:, :1]) | (top == 0)
+    floor = probs.masked_fill(outside, 2.0).amin(-1, keepdim=True).minimum(probs[:, :1])  # equal ones stay together
+    kept = torch.zeros_like(probs, dtype=torch.bool).scatter(1, order, probs >= floor)
+    scores = torch.where(drawn, (scaled + gumbel).masked_fill(~kept, -torch.inf), logits)
     failed = logits.isnan().any(1) | (logits.amax(1).isinf())
     tokens = scores.nan_to_num().max(1).indices.masked_fill(failed, 0)
     last_tokens[rows] = tokens
@@ -265,10 +273,10 @@ def test_last_tokens_are_those_of_the_rows() -> None:
     assert rows.sampler.last_tokens[[4, 0, 2]].tolist() == tokens
 
 
-def test_rows_are_plain_that_need_no_more_than_a_temperature() -> None:
+def test_rows_are_plain_whose_rules_a_draw_kernel_knows() -> None:
     rules = [
         sampled(temperature=0), sampled(temperature=0.7), sampled(temperature=0, top_p=0.5), sampled(top_k=1),
-        sampled(top_p=0.9), sampled(min_p=0.1), sampled(top_k=5), sampled(logprobs=0), sampled(logit_bias={1: 1.0}),
+        sampled(top_k=20, top_p=0.95), sampled(min_p=0.1), sampled(logprobs=0), sampled(logit_bias={1: 1.0}),
         sampled(presence_penalty=1.0), sampled(min_tokens=3),
     ]  # fmt: skip
     sampler = Rows(*rules).sampler
@@ -277,9 +285,9 @@ def test_rows_are_plain_that_need_no_more_than_a_temperature() -> None:
         lens = np.full(1, num_known, np.int32)
         return [sampler.are_plain(np.array([row], np.int32), lens) for row in range(len(rules))]
 
-    assert plain(2) == [True] * 4 + [False] * 7
-    assert plain(5) == [True] * 4 + [False] * 6 + [True]
-    assert not sampler.are_plain(np.arange(5, dtype=np.int32), np.full(5, 2, np.int32))
+    assert plain(2) == [True] * 6 + [False] * 4
+    assert plain(5) == [True] * 6 + [False] * 3 + [True]
+    assert not sampler.are_plain(np.arange(7, dtype=np.int32), np.full(7, 2, np.int32))
 
 
 # ---- failures and logprobs ----

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.engine.graphs import DecodeGraphs, graph_batch_sizes
+from radixserve.engine.graphs import DecodeGraphs, graph_batch_sizes, mixed_token_counts
 
 PAGE_SIZE, MAX_ROWS, COLUMNS, LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, VOCAB = 16, 12, 8, 3, 8, 4, 64, 256, 1000
 BF16 = torch.bfloat16
@@ -18,6 +18,12 @@ def test_graph_sizes_cover_every_batch_up_to_the_largest() -> None:
     assert graph_batch_sizes(256)[-1] == 256
     sizes = graph_batch_sizes(1000)
     assert sizes == sorted(set(sizes)) and sizes[-1] == 1000
+
+
+def test_mixed_graphs_reach_to_the_longest_step_or_to_where_they_stop_paying() -> None:
+    assert mixed_token_counts(20) == [20]
+    assert mixed_token_counts(48) == [32, 48]
+    assert mixed_token_counts(8192)[-1] == mixed_token_counts(2048)[-1] == 2048
 
 
 class TinyModel:
@@ -61,7 +67,8 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -
     table = torch.from_numpy(table_host).to(device)
     attention = TritonDecodeAttention(HEADS, KV_HEADS, DIM, MAX_ROWS, device)
     last_tokens = torch.zeros(MAX_ROWS + 1, dtype=torch.int64, device=device)
-    temperatures, seeds = torch.zeros(MAX_ROWS + 1, device=device), torch.arange(MAX_ROWS + 1, device=device)
+    greedy = torch.tensor([[0.0, 1.0, 0.0]] * (MAX_ROWS + 1), device=device)
+    seeds_top_ks = torch.full((MAX_ROWS + 1, 2), VOCAB, device=device)
     caches = make_caches(device)
     empty = np.zeros(0, np.int32)
 
@@ -84,7 +91,7 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -
         normed = (
             ops.rms_norm(x, model.norm, 1e-6) if pending is None else ops.add_rms_norm(pending, x, model.norm, 1e-6)[0]
         )
-        return sample(ops.logits(normed, model.embedding), rows, temperatures, seeds, kv_lens, last_tokens)
+        return sample(ops.logits(normed, model.embedding), rows, greedy, seeds_top_ks, kv_lens, last_tokens)
 
     plain_caches, plain, oracle = (
         make_caches(device),
@@ -123,7 +130,7 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -
 
     graphs = DecodeGraphs(decode, [1, 4, 12], MAX_ROWS, device)
     assert not graphs.fits(1)
-    graphs.capture(lambda share: None)
+    graphs.capture(torch.cuda.graph_pool_handle(), lambda share: None)
     assert graphs.fits(12) and not graphs.fits(13) and not graphs.fits(0)
     for fast, slow in zip(caches, plain_caches, strict=True):
         assert torch.equal(fast, slow)

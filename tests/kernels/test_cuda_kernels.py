@@ -113,6 +113,7 @@ def test_split_attention_equals_torch_in_mixed_steps(queries: list[int], page_si
     from radixserve.kernels.flashinfer_attention import FlashInferAttention
     from radixserve.kernels.split_attention import SplitAttention
     from radixserve.kernels.triton_attention import TritonDecodeAttention
+    from radixserve.kernels.triton_extend import TritonExtendAttention
 
     kv_lens = [count + cached for count, cached in zip(queries, [300, 17, 0, 90], strict=False)]
     layout, num_pages = make_layout(kv_lens, queries, page_size)
@@ -120,9 +121,46 @@ def test_split_attention_equals_torch_in_mixed_steps(queries: list[int], page_si
     q = randn(sum(queries), 16, 128)
     chunks = FlashInferAttention(AttentionShape(16, 8, 128, page_size, BF16), DEVICE)
     reference = attend(layout, q, k_cache, v_cache)
-    for kernel in (SplitAttention(TritonDecodeAttention(16, 8, 128, 8, DEVICE), chunks), chunks):
+    decodes, unplanned = TritonDecodeAttention(16, 8, 128, 8, DEVICE), TritonExtendAttention(16, 8, 128)
+    for kernel in (SplitAttention(decodes, chunks, unplanned), chunks):
         kernel.plan(layout)
         assert error(kernel.run(q, k_cache, v_cache), reference) < 1e-2
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (64, None), (1000, 3.0)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256)])
+@pytest.mark.parametrize("queries", [[1, 1, 70, 300], [1, 1], [257, 2]])
+def test_padded_steps_planned_on_the_device_equal_torch(
+    queries: list[int], q_heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None
+) -> None:
+    from radixserve.engine.step_inputs import PaddedSize, StepInputs, pad
+    from radixserve.kernels.split_attention import SplitAttention
+    from radixserve.kernels.torch_attention import TorchAttention
+    from radixserve.kernels.triton_attention import TritonDecodeAttention
+    from radixserve.kernels.triton_extend import TritonExtendAttention
+
+    cached = [300, 17, 900, 0]
+    layout, num_pages = make_layout([a + b for a, b in zip(queries, cached, strict=False)], queries, 16)
+    k_cache, v_cache = randn(num_pages, 16, kv_heads, dim), randn(num_pages, 16, kv_heads, dim)
+    tokens, first = sum(queries), layout.num_decodes
+    q = randn(tokens + 9, q_heads, dim)
+    oracle = TorchAttention(AttentionShape(q_heads, kv_heads, dim, 16, BF16, 0.1, softcap, (window,)), DEVICE)
+    oracle.plan(layout)
+    reference = oracle.run(q[:tokens], k_cache, v_cache, window)
+
+    nothing = np.zeros(0, np.int32)
+    sequences = (layout.rows_host, layout.kv_lens_host, layout.query_starts_host)
+    size = PaddedSize(tokens + 9, first + 3, 6)
+    padded = pad(StepInputs(nothing, nothing, nothing, *sequences, nothing, nothing, nothing), first, size)
+    on_device = [torch.from_numpy(array).to(DEVICE) for array in (padded.rows, padded.kv_lens, padded.query_starts)]
+    unplanned = BatchLayout(size.decodes, 16, *on_device, layout.page_table, *[nothing] * 3, layout.page_table_host)
+    decodes = TritonDecodeAttention(
+        q_heads, kv_heads, dim, size.decodes, DEVICE, scale=0.1, softcap=softcap, windows=(window,)
+    )
+    extend = TritonExtendAttention(q_heads, kv_heads, dim, scale=0.1, softcap=softcap)
+    kernel = SplitAttention(decodes, None, extend)  # type: ignore[arg-type]
+    kernel.plan(unplanned)
+    assert error(kernel.run(q, k_cache, v_cache, window)[:tokens], reference) < 1e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
@@ -176,6 +214,14 @@ def test_rope_store_equals_torch_and_skips_padding(
     assert error(caches[1], expected[1]) < 1e-2
 
 
+def sampling_rules(temperatures: Sequence[float], vocab: int, seeds: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The tables of a sampler whose rows have no rules but a temperature."""
+    rows = len(temperatures)
+    floats = torch.tensor([[temperature, 1.0, 0.0] for temperature in temperatures], device=DEVICE)
+    seeds = torch.arange(rows, device=DEVICE) if seeds is None else seeds
+    return floats, torch.stack((seeds, torch.full_like(seeds, vocab)), dim=1)
+
+
 def test_sampling_is_greedy_at_zero_temperature_and_flags_bad_rows() -> None:
     from radixserve.kernels.triton_sampling import sample
 
@@ -187,8 +233,9 @@ def test_sampling_is_greedy_at_zero_temperature_and_flags_bad_rows() -> None:
     logits[4, 151_935] = -3.0
     logits[5, 9] = logits[5, 100_000] = 30.0
     rows = torch.tensor([3, 1, 2, 7, 0, 5], device=DEVICE, dtype=torch.int32)
-    zeros, last_tokens = torch.zeros(8, device=DEVICE), torch.full((8,), -7, device=DEVICE)
-    tokens, failed = sample(logits, rows, zeros, zeros.long(), zeros[:6].int(), last_tokens)
+    last_tokens = torch.full((8,), -7, device=DEVICE)
+    rules = sampling_rules([0.0] * 8, 151_936)
+    tokens, failed = sample(logits, rows, *rules, torch.zeros(6, device=DEVICE).int(), last_tokens)
     assert failed.tolist() == [0, 1, 1, 1, 0, 0]
     assert tokens[0] == logits[0].argmax() and tokens[4] == 151_935 and tokens[5] == 9
     assert last_tokens.tolist() == [151_935, 0, 0, int(tokens[0]), -7, 9, -7, 0]
@@ -200,19 +247,54 @@ def test_sampling_follows_the_softmax_and_depends_on_seed_and_position_only() ->
     rows, vocab, temperature = 40_000, 64, 0.7
     one = randn(1, vocab, dtype=torch.float32) * 1.5
     logits = one.expand(rows, vocab)
-    temperatures = torch.full((rows,), temperature, device=DEVICE)
     seeds = torch.randint(-(2**62), 2**62, (rows // 2,), device=DEVICE).repeat(2)
+    rules = sampling_rules([temperature] * rows, vocab, seeds)
     num_known = torch.arange(rows, device=DEVICE).int()
     last_tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    tokens, failed = sample(logits, num_known, temperatures, seeds, num_known, last_tokens)
+    tokens, failed = sample(logits, num_known, *rules, num_known, last_tokens)
     assert not failed.any()
     share = torch.bincount(tokens.long(), minlength=vocab) / rows
     expected = (one[0] / temperature).softmax(-1)
     # Standard deviation of each share; five of them leave a wrong verdict once in 30,000 runs.
     assert ((share - expected).abs() < 5 * (expected / rows).sqrt() + 1e-4).all()
     some = num_known[700:800].flip(0)
-    again, _ = sample(logits[:100].contiguous(), some, temperatures, seeds, some, last_tokens)
+    again, _ = sample(logits[:100].contiguous(), some, *rules, some, last_tokens)
     assert torch.equal(again, tokens[700:800].flip(0))
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize("vocab", [64, 151_936])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(20, 0.95, 0.0), (1, 1.0, 0.0), (3000, 0.7, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (0, 1.0, 0.2), (50, 1.0, 0.0)],
+)
+def test_filtered_draws_stay_inside_the_set_and_reach_its_ends(
+    top_k: int, top_p: float, min_p: float, vocab: int, spread: float
+) -> None:
+    """One distribution, drawn from many times: the set of tokens is that of a sort in fp64."""
+    from radixserve.kernels.triton_sampling import sample
+
+    draws, temperature = 256, 0.8
+    one = randn(vocab, dtype=torch.float32) * spread
+    top_k = min(top_k, vocab) or vocab
+    floats, ints = sampling_rules([temperature] * draws, vocab)
+    floats[:, 1], floats[:, 2], ints[:, 1] = top_p, min_p, top_k
+    rows = torch.arange(draws, device=DEVICE).int()
+    last_tokens = torch.zeros(draws, dtype=torch.int64, device=DEVICE)
+    tokens, failed = sample(one.expand(draws, vocab), rows, floats, ints, rows, last_tokens)
+    assert not failed.any()
+    probs = (one.double() / temperature).softmax(0).sort(descending=True).values
+    probs[top_k:] = 0
+    before = probs.cumsum(0) - probs
+    kept = (before < top_p * probs.sum()) & (probs >= min_p * probs[0]) & (probs > 0)
+    size = int(kept.sum())
+    ranks = (one[None] > one[tokens.long()][:, None]).sum(1)
+    # Weights are summed in fp32, which may move the border of a large set by a few tokens.
+    assert int(ranks.max()) < size + 1e-3 * size + (min_p > 0)
+    expected = (probs * kept)[: max(size, 1)] / (probs * kept).sum()
+    mean = float((expected * torch.arange(len(expected), device=DEVICE)).sum())
+    deviation = float((expected * (torch.arange(len(expected), device=DEVICE) - mean) ** 2).sum()) ** 0.5
+    assert abs(float(ranks.double().mean()) - mean) < 6 * deviation / draws**0.5 + 1e-3
 
 
 def test_decode_inputs_find_each_rows_token_position_and_slot() -> None:
