@@ -106,6 +106,9 @@ class ServerOptions(OptionGroup):
     max_body_mb: float = Field(32.0, gt=0, description="Largest request body, in MiB")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM")
     health_timeout: float = Field(10.0, gt=0, description="Seconds of engine silence after which /health says 503")
+    watchdog_timeout: float = Field(
+        300.0, gt=0, description="Seconds of engine silence after which it is killed and started again"
+    )
     stream_interval: int = Field(1, ge=1, description="Tokens between two streamed chunks")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged")
 

@@ -11,7 +11,7 @@ import zmq
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.lifeline import is_alive
-from radixserve.engine.messages import EngineStatus, Hello, Rejected, ToEngine, ToFrontend
+from radixserve.engine.messages import EngineStatus, Hello, Rejected, ToEngine, ToFrontend, Unreadable
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,9 @@ class Frontends:
         except (msgspec.MsgspecError, InvalidRequest, ValueError) as error:
             _log.warning("malformed message of %d bytes from a frontend: %s", len(body), error)
             uid = _submitted_uid(body)
-            if uid is not None:
+            if uid is None:
+                self.send(frontend, Unreadable())
+            else:
                 param = error.param if isinstance(error, InvalidRequest) else None
                 self.send(frontend, Rejected(uid, f"malformed request: {error}", code="malformed", param=param))
             return None

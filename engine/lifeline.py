@@ -9,6 +9,7 @@ A child's ``main`` begins with ``config = lifeline.read_config()`` and then ``li
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -27,7 +28,7 @@ URL_VARIABLE = "RADIXSERVE_URL"  # where the server listens, for people to read
 # Exit status of a child that would fail the same way again (no such model, ...): it is not restarted.
 EXIT_HOPELESS = 3
 
-_STDIN_FD = 0
+_STDIN_FD, _STDERR_FD = 0, 2
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
@@ -68,6 +69,12 @@ def end_with_parent(stop_signal: signal.Signals) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, stop_signal)
 
 
+def say(line: str) -> None:
+    """Write to standard error, unbuffered; that it is full or closed is no reason to end in another way."""
+    with contextlib.suppress(OSError):
+        os.write(_STDERR_FD, line.encode(errors="replace") + b"\n")
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process of that id exists, ours or somebody else's."""
     try:
@@ -86,7 +93,7 @@ def _obey(pipe: int, on_drain: Callable[[float], None] | None) -> None:
                 if on_drain is not None:
                     on_drain(float(seconds))
             case _:
-                print(f"lifeline: unknown command {line!r}", file=sys.stderr)
+                say(f"lifeline: unknown command {line!r}")
     os._exit(0)
 
 

@@ -134,6 +134,10 @@ class CacheFlushed(msgspec.Struct, frozen=True, tag="cache_flushed"):
     num_tokens: int
 
 
+class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
+    """A message from this frontend was damaged beyond telling which request it was about."""
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and counters since start; tokens unless the name says otherwise."""
 
@@ -167,4 +171,4 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     stats: EngineStats = EngineStats()
 
 
-ToFrontend = Outputs | Rejected | CacheFlushed | EngineStatus
+ToFrontend = Outputs | Rejected | CacheFlushed | Unreadable | EngineStatus

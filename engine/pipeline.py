@@ -49,10 +49,10 @@ class StepPipeline:
     def _complete(self, plan: StepPlan, pending: PendingStep) -> None:
         try:
             result = pending.result()
-        except Exception as error:
+        except Exception:
             self._failed_on_end += 1
             _log.exception("step %d failed", plan.step)
-            self._scheduler.fail(plan, f"the engine failed while computing: {error}")
+            self._scheduler.fail(plan, "the engine failed while it computed this request; the server's log says why")
             if self._failed_on_end >= MAX_FAILED_STEPS_ON_END:
                 raise
             return

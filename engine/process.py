@@ -6,8 +6,8 @@ Exit status 3: the model or the configuration is wrong, starting again would not
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from radixserve.engine.built import BuiltEngine, new_scheduler
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.frontends import Frontends
 from radixserve.engine.loading import answering
+from radixserve.engine.logs import log_to_stderr
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
 
@@ -36,12 +37,11 @@ def main() -> int:
     try:
         config = lifeline.read_config()
     except ConfigError as error:
-        print(f"radixserve: {error}", file=sys.stderr)
+        lifeline.say(f"radixserve: {error}")
         return lifeline.EXIT_HOPELESS
     lifeline.watch()
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr(config.log_level)
+    faulthandler.enable()  # where it was, when native code or the watchdog (SIGABRT) ends it
     return serve(config, os.environ[lifeline.IPC_VARIABLE], _build)
 
 
@@ -53,7 +53,7 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
             built = build(config, progress)
             scheduler = new_scheduler(built, config)
     except (ModelError, ConfigError) as error:
-        print(f"radixserve: {error}", file=sys.stderr)
+        lifeline.say(f"radixserve: {error}")
         frontends.tell_all(EngineStatus(os.getpid(), "failed", str(error)))
         frontends.close()
         return lifeline.EXIT_HOPELESS

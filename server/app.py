@@ -49,7 +49,7 @@ def build_app(
 
     Raises ``ConfigError`` when the file of API keys is wrong."""
     worker_numbers = WorkerNumbers(Path(engine_address.removeprefix("ipc://")).parent)
-    client = EngineClient(engine_address, config.health_timeout, worker_numbers.numbers)
+    client = EngineClient(engine_address, config.health_timeout, config.watchdog_timeout, worker_numbers.numbers)
     frontend = Frontend(config, client, worker_numbers, load_text)
 
     @asynccontextmanager

@@ -9,6 +9,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+_HINTS = {
+    "SIGKILL": " (often the kernel's answer to a lack of memory: lower --num-pages or --max-model-len, or allow more)",
+    "SIGABRT": " (a crash in native code, or the watchdog; where it was stands above)",
+}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
 
 
@@ -96,5 +100,4 @@ def describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name
-    hint = " (often the kernel's answer to a lack of memory)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    return f"was killed by {name}{_HINTS.get(name, '')}"

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import signal
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +32,7 @@ from radixserve.engine.messages import (
     ToEngine,
     ToFrontend,
     TokenEvent,
+    Unreadable,
 )
 from radixserve.server.errors import RequestFailed
 from radixserve.server.metrics import Numbers, RequestMeter
@@ -44,6 +46,8 @@ SEARCH_TICK_S = 0.1  # while no engine is known
 TOKENS_A_TURN = 64
 # A silent engine is greeted again after this time: it may be a new one that has not heard of us.
 GREETING_S = 2.0
+# From the watchdog's SIGABRT to SIGKILL.
+ABORT_GRACE_S = 3.0
 TOKEN_ID_BYTES = 4  # in ``Submit.prompt_ids``
 # The reason itself may name files of the server, which concern no client.
 FAILED = "the model could not be loaded; the server's log says why"
@@ -86,9 +90,11 @@ class EngineClient:
     one event loop: ``start`` and ``close`` are called there, and so is everything else.
     """
 
-    def __init__(self, address: str, health_timeout_s: float, numbers: Numbers):
+    def __init__(self, address: str, health_timeout_s: float, watchdog_s: float, numbers: Numbers):
         self._address = address
         self._health_timeout_s = health_timeout_s
+        self._watchdog_s = watchdog_s
+        self._silent_ticks = 0
         self._uids = itertools.count(1)
         self._numbers = numbers
         self._open: dict[int, _Open] = {}
@@ -140,7 +146,30 @@ class EngineClient:
             self._last_greeting = now
         if self.status is not None and self._pidfd is None and not is_alive(self.status.pid):
             self._on_death()
+        self._watch_silence()
         self._look_soon()  # ZMQ's descriptor is edge-triggered; this bounds what a lost edge could cost.
+
+    def _watch_silence(self) -> None:
+        """End an engine that says nothing for ``watchdog_s``; its supervisor starts the next one.
+
+        Counted in our own ticks: when the whole container was frozen, or this loop was held up, the silence is not the
+        engine's. SIGABRT makes it tell where it is; one that is stopped or stuck in the kernel hears SIGKILL only.
+        """
+        if self.status is None or self.status.phase != "ready":
+            return
+        self._silent_ticks += 1
+        overdue_s = self._silent_ticks * TICK_S - self._watchdog_s
+        if overdue_s >= 0:
+            log.error("engine process %d has been silent for %d s: ending it", self.status.pid, self._silent_ticks)
+            self._kill(signal.SIGABRT if overdue_s < ABORT_GRACE_S else signal.SIGKILL)
+
+    def _kill(self, number: signal.Signals) -> None:
+        assert self.status is not None
+        with contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, number)
+            else:
+                os.kill(self.status.pid, number)
 
     # ---- requests ----
 
@@ -254,11 +283,18 @@ class EngineClient:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._last_heard = time.monotonic()
-            message = self._decoder.decode(data)
+            self._last_heard, self._silent_ticks = time.monotonic(), 0
+            message = self._decode(data)
             num_tokens += len(message.events) + len(message.uids) if isinstance(message, Outputs) else 1
             self._dispatch(message)
         self._look_soon()
+
+    def _decode(self, data: bytes) -> ToFrontend:
+        try:
+            return self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            log.error("unreadable message of %d bytes from the engine: %s", len(data), error)
+            return Unreadable()
 
     def _dispatch(self, message: ToFrontend) -> None:
         match message:
@@ -271,6 +307,10 @@ class EngineClient:
                     call.sink.on_failed(RequestFailed.from_rejected(message))
             case EngineStatus():
                 self._on_status(message)
+            case Unreadable():
+                # It may have been about any of them, and a token that is missing would go unnoticed.
+                log.error("a message was damaged: %d open requests fail", len(self._open))
+                self.fail_all(RequestFailed("a message about this request was damaged", status=500, code="damaged"))
             case CacheFlushed():
                 if (answer := self._flushes.get(message.call)) is not None and not answer.done():
                     answer.set_result(message.num_tokens)

@@ -14,6 +14,7 @@ import uvicorn
 
 from radixserve.engine import lifeline
 from radixserve.engine.errors import ConfigError
+from radixserve.engine.logs import log_to_stderr
 from radixserve.server.app import build_app
 from radixserve.server.connection import Connection
 from radixserve.server.frontend import Frontend
@@ -37,11 +38,9 @@ def main() -> int:
     try:
         config = lifeline.read_config()
     except ConfigError as error:
-        print(f"radixserve: {error}", file=sys.stderr)
+        lifeline.say(f"radixserve: {error}")
         return lifeline.EXIT_HOPELESS
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    log_to_stderr(config.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         app = build_app(config, os.environ[lifeline.IPC_VARIABLE])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.configs.sources import OptionError
 from radixserve.configs.toml_text import to_toml
 from radixserve.engine.errors import ConfigError
+from radixserve.engine.logs import log_to_stderr
 from radixserve.server.children import RestartPolicy
 from radixserve.server.supervisor import Commands, serve
 
@@ -34,9 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     if flags["print_config"]:
         print(to_toml(config), end="")
         return 0
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    log_to_stderr(config.log_level)
     return serve(config, Commands(), RestartPolicy())
 
 

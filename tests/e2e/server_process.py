@@ -86,11 +86,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_server(*flags: str, wait: bool = True) -> Iterator[RunningServer]:
-    """Run ``radixserve serve`` with ``flags``; on leaving it is asked to stop and, if it will not, killed."""
+def running_server(*flags: str, wait: bool = True, output: str | None = None) -> Iterator[RunningServer]:
+    """Run ``radixserve serve`` with ``flags``; on leaving it is asked to stop and, if it will not, killed. What it
+    writes goes to the file ``output`` (default: a temporary one)."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        log_path = Path(folder) / "server.log"
+        log_path = Path(output or Path(folder) / "server.log")
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [

@@ -1,14 +1,22 @@
 """An engine process with the fake runner instead of a model: ``fake_engine_process.py ADDRESS HOW``."""
 
+import faulthandler
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ModelError
 from radixserve.engine.process import serve
+from radixserve.engine.step import StepPlan
 from radixserve.tests.engine.fakes import EOS, Harness
+
+
+def hang(plan: StepPlan) -> NoReturn:
+    while True:
+        time.sleep(60)
 
 
 def build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltEngine:
@@ -21,8 +29,11 @@ def build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltE
     if sys.argv[2] == "crash":
         raise RuntimeError("a bug")
     harness = Harness()
+    if sys.argv[2] == "deadlock":
+        harness.runner.launch = hang  # type: ignore[method-assign]
     return BuiltEngine(harness.runner, harness.cache, 512, 50, (EOS,), 64, True, "a fake")
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     sys.exit(serve(ServeConfig(), sys.argv[1], build))

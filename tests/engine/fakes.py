@@ -151,7 +151,8 @@ class FakeRunner:
 
     def _check_shared(self, plan: StepPlan) -> None:
         """Rows of a group show the same full pages at their beginning, and none of it is only another group's."""
-        assert plan.shared is not None
+        if plan.shared is None:
+            return  # the scheduler was not asked to tell
         members, starts = plan.shared.members.tolist(), plan.shared.starts.tolist()
         assert len(set(members)) == len(members) == starts[-1], "a row is in two groups"
         for group, num_pages in enumerate(plan.shared.num_pages.tolist()):

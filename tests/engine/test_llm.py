@@ -1,5 +1,6 @@
 """The whole engine in one process, on tiny random models: batching, caching and cutting never change an answer."""
 
+import json
 import os
 import signal
 import threading
@@ -199,3 +200,10 @@ def test_random_weights_need_no_weight_files(folder: Path, tmp_path: Path) -> No
         open_llm(tmp_path)
     with open_llm(tmp_path, load_format="dummy") as llm:
         assert len(tokens(llm, [5, 6, 7], greedy(4))[0]) == 4
+
+
+def test_a_model_larger_than_memory_is_an_error_with_a_remedy(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 10**12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="memory ran out while .* take a smaller model"):
+        open_llm(tmp_path, load_format="dummy")

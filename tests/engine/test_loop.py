@@ -33,6 +33,7 @@ from radixserve.engine.messages import (
     ToEngine,
     ToFrontend,
     TokenEvent,
+    Unreadable,
 )
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.tests.engine.fakes import Harness, expected_output
@@ -211,6 +212,7 @@ def test_heartbeats_go_on_under_load(tmp_path: Path) -> None:
 def test_malformed_messages_change_nothing(tmp_path: Path, body: bytes) -> None:
     with running(tmp_path) as engine, connected(engine) as client:
         client.socket.send(body)
+        client.wait_for(lambda message: isinstance(message, Unreadable))
         client.socket.send_multipart([body, body])
         client.send(submit(1, [1, 2, 3]))
         assert client.ends({1})

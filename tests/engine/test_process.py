@@ -1,6 +1,7 @@
 """The engine process: heartbeats while it loads, and how it ends when it cannot."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,3 +101,16 @@ def test_people_are_told_what_is_ready_and_how_to_use_it(tmp_path: Path) -> None
         process.kill()
     assert lines[:2] == ["radixserve is ready\n", "  a fake\n"]
     assert lines[2].startswith("  curl http://host:1/v1/chat/completions ")
+
+
+def test_a_deadlocked_engine_is_silent_and_tells_where_it_hangs_when_it_is_aborted(tmp_path: Path) -> None:
+    with engine_process(tmp_path, "deadlock") as (process, socket):
+        while not (isinstance(status := receive(socket), EngineStatus) and status.phase == "ready"):
+            pass
+        socket.send(msgspec.msgpack.encode(SUBMIT))
+        while socket.poll(1500):  # heartbeats come twice a second
+            socket.recv()
+        process.send_signal(signal.SIGABRT)
+        _, errors = process.communicate(timeout=10)
+        assert process.returncode == -signal.SIGABRT
+        assert "in hang" in errors and "in advance" in errors

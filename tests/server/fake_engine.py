@@ -74,6 +74,7 @@ class FakeEngine:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._stop = threading.Event()
         self._frozen = threading.Event()
+        self._damages: set[bytes] = set()
 
     def stop(self) -> None:
         self._stop.set()
@@ -81,6 +82,10 @@ class FakeEngine:
     def freeze(self, frozen: bool) -> None:
         """Neither read nor write anything, as a stuck engine."""
         (self._frozen.set if frozen else self._frozen.clear)()
+
+    def damage_next(self) -> None:
+        """What it sends next to each frontend cannot be read."""
+        self._damages = {*self._frontends}
 
     def run(self) -> None:
         context = zmq.Context()
@@ -210,7 +215,11 @@ class FakeEngine:
 
     def _send(self, frontend: bytes, message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.ZMQError):  # a frontend that has left
-            self._socket.send_multipart([frontend, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+            body = msgspec.msgpack.encode(message)
+            if frontend in self._damages:
+                self._damages.remove(frontend)
+                body = body[: len(body) // 2] + b"\xc1"
+            self._socket.send_multipart([frontend, body], zmq.NOBLOCK)
 
 
 def _logprobs(token: int, number: int) -> TokenLogprobs:

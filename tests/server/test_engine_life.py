@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.text.detokenizer import IncrementalDetokenizer
+from radixserve.server import engine_client
 from radixserve.tests.server.byte_model import write_byte_model
 from radixserve.tests.server.fake_engine import running_engine
 from radixserve.tests.server.service import COMPLETIONS, running_frontend, running_service, wait_until
@@ -154,3 +155,42 @@ def test_streams_do_without_our_own_connections(folder: Path) -> None:
         *blocks, done, _ = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=10).text.split("\n\n")
         texts = [json.loads(block.removeprefix("data: "))["choices"][0]["text"] for block in blocks]
         assert ("".join(texts), done) == ("word by word", "data: [DONE]")
+
+
+def test_a_silent_engine_is_ended_by_the_watchdog_and_the_next_one_serves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "TICK_S", 0.1)
+    monkeypatch.setattr(engine_client, "ABORT_GRACE_S", 0.3)
+    model = str(write_byte_model(folder / "model"))
+    config = ServeConfig(model=model, load_format="dummy", health_timeout=0.5, watchdog_timeout=1)
+    address = f"ipc://{folder}/engine"
+    with running_frontend(config, address) as (url, frontend):
+        with engine_process(address) as engine:
+            wait_until(lambda: health(url).status_code == 200, 20)
+            answers: list[httpx.Response] = []
+            post = lambda: answers.append(httpx.post(f"{url}{COMPLETIONS}", json=LONG, timeout=20))  # noqa: E731
+            client = threading.Thread(target=post)
+            client.start()
+            wait_until(lambda: frontend.client.num_open == 1)
+            engine.send_signal(signal.SIGSTOP)  # no handler runs any more, as in a call that holds the interpreter
+            assert engine.wait(10) == -signal.SIGKILL
+            client.join(5)
+            assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "engine_dead")
+        with engine_process(address):
+            wait_until(lambda: health(url).status_code == 200, 20)
+
+
+def test_a_damaged_message_fails_those_it_may_have_been_about_and_nobody_else(folder: Path) -> None:
+    with running_service(folder) as service:
+        answers: list[httpx.Response] = []
+        post = lambda: answers.append(httpx.post(f"{service.url}{COMPLETIONS}", json=LONG, timeout=20))  # noqa: E731
+        client = threading.Thread(target=post)
+        client.start()
+        wait_until(lambda: bool(service.engine.running))
+        service.engine.damage_next()
+        client.join(5)
+        assert answers[-1].json()["error"]["code"] == "damaged"
+        wait_until(lambda: not service.engine.running)  # aborted, too
+        answer = httpx.post(f"{service.url}{COMPLETIONS}", json={"prompt": "<<on>>"}, timeout=10)
+        assert answer.json()["choices"][0]["text"] == "on"

@@ -1,0 +1,28 @@
+"""How all processes write their log: to standard error, one line a message, whatever is in it. No torch."""
+
+from __future__ import annotations
+
+import logging
+
+# What a terminal or a reader of lines would obey: control characters, line separators, changes of direction.
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CONTROLS} | {0x0A: "\\n"}
+_ESCAPES_IN_TRACES = {code: escape for code, escape in _ESCAPES.items() if code != 0x0A}
+
+
+class PlainFormatter(logging.Formatter):
+    """Escapes control characters, so that nobody who gets a text into a message can forge a line or drive a terminal.
+    Only tracebacks have lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (its name there)
+        return super().formatMessage(record).translate(_ESCAPES)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).translate(_ESCAPES_IN_TRACES)
+
+
+def log_to_stderr(level: str) -> None:
+    """Let the root logger write messages from ``level`` (debug, info, ...) on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
