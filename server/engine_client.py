@@ -8,7 +8,6 @@ import itertools
 import logging
 import math
 import os
-import signal
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +15,6 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from radixserve.engine.lifeline import is_alive
 from radixserve.engine.messages import (
     Abort,
     AbortRequest,
@@ -34,6 +32,7 @@ from radixserve.engine.messages import (
     TokenEvent,
     Unreadable,
 )
+from radixserve.server.engine_process import EngineProcess
 from radixserve.server.errors import RequestFailed
 from radixserve.server.metrics import Numbers, RequestMeter
 
@@ -46,8 +45,6 @@ SEARCH_TICK_S = 0.1  # while no engine is known
 TOKENS_A_TURN = 64
 # A silent engine is greeted again after this time: it may be a new one that has not heard of us.
 GREETING_S = 2.0
-# From the watchdog's SIGABRT to SIGKILL.
-ABORT_GRACE_S = 3.0
 TOKEN_ID_BYTES = 4  # in ``Submit.prompt_ids``
 # The reason itself may name files of the server, which concern no client.
 FAILED = "the model could not be loaded; the server's log says why"
@@ -94,7 +91,6 @@ class EngineClient:
         self._address = address
         self._health_timeout_s = health_timeout_s
         self._watchdog_s = watchdog_s
-        self._silent_ticks = 0
         self._uids = itertools.count(1)
         self._numbers = numbers
         self._open: dict[int, _Open] = {}
@@ -103,7 +99,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToFrontend)
         self._context = zmq.Context()
-        self._pidfd: int | None = None
+        self._process: EngineProcess | None = None
         self._looking = False
         self._died = ""  # why, until the next engine is heard of
         self._last_heard = self._last_greeting = -math.inf
@@ -118,7 +114,7 @@ class EngineClient:
 
     def close(self) -> None:
         self._ticker.cancel()
-        self._unwatch()
+        self._forget_process()
         self._disconnect()
         self._context.term()
 
@@ -144,32 +140,11 @@ class EngineClient:
         now = time.monotonic()
         if now - max(self._last_heard, self._last_greeting) > GREETING_S and self._send(Hello(os.getpid())):
             self._last_greeting = now
-        if self.status is not None and self._pidfd is None and not is_alive(self.status.pid):
+        if self._process is not None and self._process.has_vanished:
             self._on_death()
-        self._watch_silence()
+        if self._process is not None and self.status is not None and self.status.phase == "ready":
+            self._process.on_silence(TICK_S, self._watchdog_s)
         self._look_soon()  # ZMQ's descriptor is edge-triggered; this bounds what a lost edge could cost.
-
-    def _watch_silence(self) -> None:
-        """End an engine that says nothing for ``watchdog_s``; its supervisor starts the next one.
-
-        Counted in our own ticks: when the whole container was frozen, or this loop was held up, the silence is not the
-        engine's. SIGABRT makes it tell where it is; one that is stopped or stuck in the kernel hears SIGKILL only.
-        """
-        if self.status is None or self.status.phase != "ready":
-            return
-        self._silent_ticks += 1
-        overdue_s = self._silent_ticks * TICK_S - self._watchdog_s
-        if overdue_s >= 0:
-            log.error("engine process %d has been silent for %d s: ending it", self.status.pid, self._silent_ticks)
-            self._kill(signal.SIGABRT if overdue_s < ABORT_GRACE_S else signal.SIGKILL)
-
-    def _kill(self, number: signal.Signals) -> None:
-        assert self.status is not None
-        with contextlib.suppress(ProcessLookupError):
-            if self._pidfd is not None:
-                signal.pidfd_send_signal(self._pidfd, number)
-            else:
-                os.kill(self.status.pid, number)
 
     # ---- requests ----
 
@@ -283,7 +258,9 @@ class EngineClient:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._last_heard, self._silent_ticks = time.monotonic(), 0
+            self._last_heard = time.monotonic()
+            if self._process is not None:
+                self._process.on_sign_of_life()
             message = self._decode(data)
             num_tokens += len(message.events) + len(message.uids) if isinstance(message, Outputs) else 1
             self._dispatch(message)
@@ -367,7 +344,8 @@ class EngineClient:
         if self.status is None or status.pid != self.status.pid:
             if self.status is not None:
                 self._fail_open("the engine was restarted")
-            self._watch(status.pid)
+            self._forget_process()
+            self._process = EngineProcess(status.pid, self._loop, self._on_death)
         self.status = status
         self._died = ""
         for waiter in self._status_waiters:
@@ -375,25 +353,17 @@ class EngineClient:
                 waiter.set_result(None)
         self._status_waiters.clear()
 
-    def _watch(self, pid: int) -> None:
-        self._unwatch()
-        # Without pidfds (not Linux, or a sandbox) the tick looks for the process.
-        with contextlib.suppress(AttributeError, OSError):
-            self._pidfd = os.pidfd_open(pid)
-            self._loop.add_reader(self._pidfd, self._on_death)
-
-    def _unwatch(self) -> None:
-        if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+    def _forget_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def _on_death(self) -> None:
         assert self.status is not None
         log.error("engine process %d is gone: %d open requests fail", self.status.pid, len(self._open))
         self._died = f"the engine process {self.status.pid} died; a new one is being started"
         self.status = None
-        self._unwatch()
+        self._forget_process()
         self._disconnect()
         self._last_heard = -math.inf
         self._fail_open("the engine died while it worked on this request")
