@@ -13,7 +13,7 @@ from radixserve.engine.lifeline import is_alive
 
 log = logging.getLogger("radixserve.server")
 
-# From SIGABRT, which makes it write its stack, to SIGKILL: one that is stopped, or stuck in the kernel, hears that only.
+# From SIGABRT, which makes it write its stack, to SIGKILL: one that is stopped, or stuck in the kernel, hears no other.
 ABORT_GRACE_S = 3.0
 
 
