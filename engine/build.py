@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +49,6 @@ from radixserve.kvcache.radix import RadixPrefixCache
 _WARM_UP_TOKENS = (1, 16, 32, 64, 256)
 # Of the description of one graph, on the device.
 _GRAPH_BYTES = 2 << 20
-_SHOWN_CHARS = 200
 
 
 def ignore_progress(detail: str, share: float) -> None:
@@ -62,26 +60,6 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
 
     Raises ``ModelError`` and ``ConfigError`` with a remedy for what the user can change.
     """
-    try:
-        return _build(config, progress)
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        reason = str(error).partition("\n")[0][:_SHOWN_CHARS]
-        raise ConfigError(
-            f"memory ran out while {config.model} was loaded ({reason}): take a smaller model or --dtype, lower "
-            "--num-pages or --max-num-batched-tokens, or give it more memory"
-        ) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether starting again would fail the same way. On the CPU torch says it in words only."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
-def _build(config: ServeConfig, progress: Progress) -> BuiltEngine:
     progress("finding the model", 0.0)
     device = _resolve_device(config)
     files = resolve_model(config.model, require_weights=config.load_format != "dummy")

@@ -17,6 +17,7 @@ from radixserve.engine.build import build_engine, ignore_progress
 from radixserve.engine.built import new_scheduler
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.interrupts import Interrupts
+from radixserve.engine.loading import explained_lack_of_memory
 from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.pipeline import StepPipeline
@@ -61,7 +62,7 @@ class LLM:
             update={"max_num_queued_reqs": _UNBOUNDED_QUEUE, "max_num_queued_tokens": _UNBOUNDED_QUEUE}
         )
         bar = tqdm(total=1.0, desc=model, bar_format="{desc}: {percentage:3.0f}%|{bar}|", disable=not show_progress)
-        with bar:
+        with bar, explained_lack_of_memory(model):
             built = build_engine(config, _bar_progress(bar) if show_progress else ignore_progress)
         self._text = _load_text(config)
         self._scheduler = new_scheduler(built, config)

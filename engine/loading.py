@@ -1,19 +1,22 @@
-"""What frontends hear while the model loads. No torch."""
+"""What frontends hear while the model loads, and what users read when there is no room for it. No torch."""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from radixserve.engine.errors import ConfigError
 from radixserve.engine.frontends import Frontends
 from radixserve.engine.loop import HEARTBEAT_S
 from radixserve.engine.messages import CacheFlushed, EngineStatus, FlushCache, Hello, Ping, Rejected, Submit
 
 _POLL_MS = 50
 _RETRY_AFTER_S = 5.0
+_SHOWN_CHARS = 200
 
 
 class Progress:
@@ -45,6 +48,29 @@ def answering(frontends: Frontends) -> Iterator[Progress]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def explained_lack_of_memory(model: str) -> Iterator[None]:
+    """Scope in which ``model`` is loaded. When memory runs out starting again would not help: that is a ``ConfigError``
+    with the remedy."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0][:_SHOWN_CHARS]
+        raise ConfigError(
+            f"memory ran out while {model} was loaded ({reason}): take a smaller model or --dtype, lower --num-pages or "
+            "--max-num-batched-tokens, or give it more memory"
+        ) from error
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """torch's own errors are RuntimeErrors that say it in words."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or any(words in str(error) for words in ("allocate memory", "out of memory"))
 
 
 def _answer(frontends: Frontends, progress: Progress, done: threading.Event) -> None:

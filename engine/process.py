@@ -17,7 +17,7 @@ from radixserve.engine import lifeline
 from radixserve.engine.built import BuiltEngine, new_scheduler
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.frontends import Frontends
-from radixserve.engine.loading import answering
+from radixserve.engine.loading import answering, explained_lack_of_memory
 from radixserve.engine.logs import log_to_stderr
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
@@ -83,7 +83,8 @@ def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> Built
         os.environ.setdefault(name, value)  # read once, when torch loads OpenMP
     from radixserve.engine.build import build_engine  # late: it loads torch, which takes seconds
 
-    return build_engine(config, progress)
+    with explained_lack_of_memory(config.model):
+        return build_engine(config, progress)
 
 
 if __name__ == "__main__":
