@@ -61,8 +61,8 @@ def explained_lack_of_memory(model: str) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0][:_SHOWN_CHARS]
         raise ConfigError(
-            f"memory ran out while {model} was loaded ({reason}): take a smaller model or --dtype, lower --num-pages or "
-            "--max-num-batched-tokens, or give it more memory"
+            f"memory ran out while {model} was loaded ({reason}): take a smaller model or --dtype, lower --num-pages "
+            "or --max-num-batched-tokens, or give it more memory"
         ) from error
 
 
