@@ -95,7 +95,7 @@ def main() -> None:
         server.start()
         target = Target(f"http://127.0.0.1:{listener.getsockname()[1]}")
         load = Load(target, "m", ClosedLoop(options.clients), processes=options.processes)
-        conversations = Workload(max_tokens=(options.tokens, options.tokens)).draw(2 * options.clients)
+        conversations = Workload(max_tokens=(options.tokens, options.tokens)).draw(2 * options.clients, seed=0)
         found = summarize(run_load(load, conversations), Goal())
         server.kill()
     print(

@@ -39,12 +39,11 @@ def run(arguments: Sequence[str]) -> int:
         prefixes=options.prefixes,
         prefix_words=options.prefix_words,
         prompts=options.prompts,
-        seed=options.seed,
     )
     goal = Goal(options.good_ttft_ms / 1e3, options.good_itl_ms / 1e3)
     columns: dict[str, Summary] = {}
     samples: list[Sample] = []
-    for pace in _paces(options):
+    for seed, pace in enumerate(_paces(options), options.seed):
         size, default_count = _size(pace)
         load = Load(
             target,
@@ -53,9 +52,9 @@ def run(arguments: Sequence[str]) -> int:
             processes=options.processes or _processes(size),
             ignore_eos=options.ignore_eos,
             timeout_s=options.timeout,
-            seed=options.seed,
+            seed=seed,
         )
-        runs = run_load(load, workload.draw(options.requests or default_count))
+        runs = run_load(load, workload.draw(options.requests or default_count, seed))
         samples = [sample for run in runs for sample in run.samples]
         columns[str(pace)] = summarize(runs, goal)
         for error in sorted({sample.error for sample in samples if sample.error}):
@@ -123,7 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--good-itl-ms", type=float, default=50.0, help="and each further one on average (default: %(default)s)")
     add("--processes", type=positive, help="client processes (default: by load and cores, at most 8)")
     add("--timeout", type=float, default=600.0, metavar="S", help="for one answer (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
+    add(
+        "--seed", type=int, default=0, help="seed of the first load, the next ones have the next (default: %(default)s)"
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there as well")
     add("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg or .pdf")
     return parser

@@ -39,11 +39,10 @@ class Workload:
     prefixes: int = 0
     prefix_words: int = 0
     prompts: Path | None = None
-    seed: int = 0
 
-    def draw(self, count: int) -> list[Conversation]:
+    def draw(self, count: int, seed: int) -> list[Conversation]:
         """``count`` conversations; the first ones are the same whatever the count."""
-        rng = random.Random(self.seed)  # noqa: S311 (not for secrets)
+        rng = random.Random(seed)  # noqa: S311 (not for secrets)
         systems = [_words(rng, self.prefix_words) for _ in range(self.prefixes)]
         listed = list(_read(self.prompts)) if self.prompts else []
         return [self._conversation(rng, systems, listed[i % len(listed)] if listed else None) for i in range(count)]

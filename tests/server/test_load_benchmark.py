@@ -35,8 +35,10 @@ def test_a_closed_loop_is_answered_and_counted(service: Service, tmp_path: Path)
     first = len(service.engine.submits)
     found = loads(service, tmp_path, "--clients=1,3", "--requests=7")
     assert list(found) == ["1 clients", "3 clients"] and len(service.engine.submits) == first + 14
-    for summary in found.values():
-        tokens = sum(s.sampling.max_tokens or 0 for s in service.engine.submits[first : first + 7])
+    assert len(set(sent(service, first))) == 14, "a prompt is sent again, so it is cached"
+    for part, summary in enumerate(found.values()):
+        submits = service.engine.submits[first + 7 * part : first + 7 * part + 7]
+        tokens = sum(submit.sampling.max_tokens or 0 for submit in submits)
         assert summary["requests"] == 7 and summary["errors"] == 0
         assert summary["output_tokens_per_s"] * summary["wall_s"] == pytest.approx(tokens)
         assert 0 < summary["ttft_p50_ms"] <= summary["ttft_p99_ms"] <= summary["total_p99_ms"]
@@ -90,7 +92,7 @@ def test_refused_and_broken_requests_are_errors(
     file = tmp_path / "prompts.txt"
     file.write_text("{reject}\n{fail}\nfine\n")
     with pytest.raises(ConfigError):
-        Workload(prompts=file).draw(1)  # looks like JSON
+        Workload(prompts=file).draw(1, seed=0)  # looks like JSON
     file.write_text(" {reject}\n {fail}\nfine\n")
     summary = loads(service, tmp_path, "--clients=1", "--requests=3", f"--prompts={file}", status=1)["1 clients"]
     assert summary["requests"] == 3 and summary["errors"] == 2 and summary["goodput_share"] == pytest.approx(1 / 3)
