@@ -62,8 +62,8 @@ def build_app(
 
     app = FastAPI(title="radixserve", version=version("radixserve"), lifespan=lifespan, exception_handlers=HANDLERS)
     app.state.frontend = frontend
-    for routes in (generate, text, models, operation, metrics):
-        app.include_router(routes.router)
+    # First of all routes, in this order, and not included as routers, which are asked twice for each request.
+    app.router.routes[:0] = [r for part in (generate, text, models, operation, metrics) for r in part.router.routes]
     # The last one added is the outermost.
     app.add_middleware(Gate, keys=read_api_keys(config), max_body_bytes=int(config.max_body_mb * 2**20))
     if config.cors_allow_origins:

@@ -49,6 +49,7 @@ class Frontend:
         self.draining = False
         self._load_text = load_text
         self._text: TextModel | None = None
+        self._sampling_defaults: Mapping[str, float] = {}
         self.failed = asyncio.Event()  # the text side cannot be loaded; the log says why
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
 
@@ -65,7 +66,10 @@ class Frontend:
 
     async def _load(self) -> None:
         try:
-            self._text = await self._in_thread(lambda: self._load_text(self.config))
+            text = await self._in_thread(lambda: self._load_text(self.config))
+            defaults = asdict(text.sampling_defaults).items()
+            self._sampling_defaults = {name: value for name, value in defaults if value is not None}
+            self._text = text
         except RadixServeError as error:
             log.error("%s", error)
             self.failed.set()
@@ -134,7 +138,8 @@ class Frontend:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        return {name: value for name, value in asdict(self.text.sampling_defaults).items() if value is not None}
+        """What the model's authors recommend for fields that a request leaves out."""
+        return self._sampling_defaults
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the asked for one if it is served, the first without one."""

@@ -33,12 +33,13 @@ class LiteralEncoder:
         controls = sorted(tokenizer.control_texts, key=len, reverse=True)  # The longest wins, as in tokenizers.
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
         self._beginnings = {text[:end] for text in controls for end in range(1, len(text))}
-        self._first_chars = {text[0] for text in controls}
+        first_chars = "".join(map(re.escape, {text[0] for text in controls}))
+        self._first_char = re.compile(f"[{first_chars}]" if first_chars else r"(?!)")
         self._longest = max(map(len, controls), default=0)
 
     def encode(self, inputs: Any, render: Callable[[Any], str]) -> list[int]:
         """Token ids of ``render(inputs)``; ``inputs``: strings in lists and dicts, all of them the user's."""
-        found = {span for text in _strings(inputs) for span in self._risky(text)}
+        found = {span for text in _strings(inputs) if self._first_char.search(text) for span in self._risky(text)}
         if not found:
             return self._tokenizer.encode(render(inputs), add_special_tokens=False)
         free = _unused_chars("".join(_strings(inputs)))
@@ -59,7 +60,7 @@ class LiteralEncoder:
 
     def _beginning_at_end(self, text: str) -> str:
         tail = text.rstrip()[-self._longest + 1 :]  # Templates may trim.
-        if not self._beginnings or self._first_chars.isdisjoint(tail):
+        if not self._first_char.search(tail):
             return ""
         return next((tail[start:] for start in range(len(tail)) if tail[start:] in self._beginnings), "")
 
@@ -88,17 +89,19 @@ class LiteralEncoder:
         return backend, secret_name_of, id_of
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: Any) -> list[str]:
     """All strings in nested lists and dicts, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _strings(key)
-            yield from _strings(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _strings(inner)
+    found, rest = [], [value]
+    while rest:
+        inner = rest.pop()
+        if isinstance(inner, str):
+            found.append(inner)
+        elif isinstance(inner, list | tuple):
+            rest += inner
+        elif isinstance(inner, Mapping):
+            rest += inner.keys()
+            rest += inner.values()
+    return found
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 import msgspec
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from radixserve.server.frontend import Frontend
 from radixserve.server.protocol.fields import Model, RequestModel, parse_body
@@ -19,6 +21,18 @@ IGNORED_HEADER = "x-radixserve-ignored-fields"
 class Parsed(Generic[Model]):
     body: Model
     headers: dict[str, str]  # for the answer
+
+
+class DirectRoute(APIRoute):
+    """For endpoints that take the request and return the response: FastAPI describes them, but has no part in the call,
+    where it would look for dependencies and bodies and keep stacks of what to close: a fifth of a short request."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        response = await self.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 def frontend_of(request: Request) -> Frontend:

@@ -22,10 +22,10 @@ from radixserve.server.protocol.chat_answer import ChatAnswer
 from radixserve.server.protocol.completion_answer import CompletionAnswer
 from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.generation import GenerationRequest
-from radixserve.server.routes.common import frontend_of, parsed, takes
+from radixserve.server.routes.common import DirectRoute, frontend_of, parsed, takes
 from radixserve.server.sse import EventStream
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(tags=["generation"], route_class=DirectRoute)
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -130,8 +130,9 @@ def _stops(body: GenerationRequest) -> StopStringMatcher | None:
 
 
 def _within_room(sampling: SamplingParams, room: int) -> SamplingParams:
-    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+    if sampling.max_tokens is not None and sampling.max_tokens <= room:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
 
 def _with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:

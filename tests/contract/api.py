@@ -42,7 +42,7 @@ class Api:
 
     def __init__(self, server: RunningServer, **client_options: Any):
         self.server = server
-        self.http = httpx.Client(base_url=server.url, timeout=90, **client_options)
+        self.http = httpx.Client(base_url=server.url, **{"timeout": 90, **client_options})
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self.http.post(path, json=body)

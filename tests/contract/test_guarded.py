@@ -158,7 +158,7 @@ def test_stop_while_the_model_loads() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_long_prompts_of_full_size_leave_tokens_for_a_stream() -> None:
-    with launched("--max-num-batched-tokens", "128") as api:
+    with launched("--max-num-batched-tokens", "128", timeout=600) as api:
         victim = Reader(api, comp_body("Once upon a time", max_tokens=400, ignore_eos=True))
         victim.wait_for(50)
         with ThreadPoolExecutor(4) as pool:
