@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from radixserve.engine.scheduler import Scheduler
-from radixserve.engine.step import PendingStep, Runner, StepPlan, StepResult
+from radixserve.engine.step import Int32s, PendingStep, Runner, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,10 @@ class StepPipeline:
         """
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._in_flight.append((plan, self._launch(plan)))
+            launched = self._launch(plan)
+            if plan.masked:
+                launched = self._sample(plan, launched)
+            self._in_flight.append((plan, launched))
         elif not self._in_flight:
             return False
         if plan is None or len(self._in_flight) > self._max_in_flight:
@@ -45,6 +48,17 @@ class StepPipeline:
             return self._runner.launch(plan)
         except Exception as error:  # reported in turn, after the steps before it
             return _FailedLaunch(error)
+
+    def _sample(self, plan: StepPlan, launched: PendingStep) -> PendingStep:
+        """Let a launched step choose its tokens, while the device still computes it: what they may be depends on the
+        tokens of the steps before it."""
+        while self._in_flight:
+            self._complete(*self._in_flight.popleft())
+        try:
+            launched.sample(self._scheduler.masks(plan))
+        except Exception as error:
+            return _FailedLaunch(error)
+        return launched
 
     def _complete(self, plan: StepPlan, pending: PendingStep) -> None:
         try:
@@ -63,6 +77,9 @@ class StepPipeline:
 @dataclass(frozen=True, slots=True)
 class _FailedLaunch:
     error: Exception
+
+    def sample(self, masks: Int32s) -> None:
+        pass
 
     def result(self) -> StepResult:
         raise self.error

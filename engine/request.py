@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from radixserve.engine.constraint import TokenConstraint, forbid
 from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenLogprobs
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import Int32s
@@ -43,6 +44,7 @@ class Request:
     seed: int
     max_total: int
     stops_on: frozenset[int]
+    constraint: TokenConstraint | None = None
 
     output: list[int] = field(default_factory=list)
     lease: Lease | None = None
@@ -97,9 +99,18 @@ class Request:
     def all_tokens(self) -> Int32s:
         return np.concatenate([self.prompt, np.array(self.output, np.int32)]) if self.output else self.prompt
 
+    def fill_mask(self, words: Int32s) -> None:
+        """Which tokens may come next, by its constraint. Raises ``ConstraintFailed``."""
+        assert self.constraint is not None
+        self.constraint.fill_mask(words)
+        if len(self.output) < self.sampling.min_tokens:
+            forbid(words, self.stops_on)
+
     def finish_after(self, token: int) -> FinishReason | None:
-        """Whether ``token``, the last one of ``output``, ends the request."""
+        """Whether ``token``, the last one of ``output``, ends the request. Raises ``ConstraintFailed``."""
         if token in self.stops_on and len(self.output) > self.sampling.min_tokens:
+            return FinishReason.STOP
+        if self.constraint is not None and self.constraint.accept(token):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output) >= self.max_total - len(self.prompt) else None
 

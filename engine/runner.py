@@ -8,6 +8,7 @@ tokens, up to its final hidden states. All other steps, and all steps on a CPU, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,12 +20,15 @@ from radixserve.engine.messages import TokenLogprobs
 from radixserve.engine.models.registry import CausalLM
 from radixserve.engine.page_table import PageTable
 from radixserve.engine.prompt_logprobs import PromptLogprobs, ScoredChunk
-from radixserve.engine.sampler import SampleBatch, Sampled, Sampler
+from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks
 from radixserve.engine.step import Int32s, StepPlan, StepResult
 from radixserve.engine.step_inputs import PaddedSize, StepInputs, lay_out, upload
 from radixserve.engine.transfer import record_event
 from radixserve.kernels.interface import AttentionKernel, BatchLayout, DecodeInputs, Ops
 from radixserve.kvcache.mha import MHAKVCache
+
+# Enqueues the sampling of a step, whose logits are computed then. The masks are those of ``StepPlan.masked``.
+Draw = Callable[[TokenMasks | None], Sampled]
 
 _NOTHING: Int32s = np.zeros(0, np.int32)
 
@@ -112,8 +116,8 @@ class ModelRunner:
         self._page_table.write(plan.page_rows, plan.page_cols, plan.page_ids)
         num_decodes = len(plan.decode_rows)
         if self._decode_graphs is not None and not plan.chunks and self._decode_graphs.fits(num_decodes):
-            replayed = self._replay(self._decode_graphs, plan.decode_rows, plan.decode_lens)
-            return LaunchedStep(replayed, [], plan.num_samples, self._device)
+            draw = self._replay(self._decode_graphs, plan.decode_rows, plan.decode_lens, plan.masked)
+            return self._launched(plan, draw)
         host = lay_out(plan, self._page_table.host, self._page_size)
         if self._mixed_graphs is not None and plan.chunks and self._mixed_graphs.fits(plan):
             inputs, hidden = self._mixed_graphs.replay(host, num_decodes)
@@ -123,16 +127,22 @@ class ModelRunner:
             hidden = self._forward(layout, inputs)
         hidden = hidden[: plan.num_tokens]
         scored = self._prompt_logprobs.score(plan.chunks, hidden[num_decodes:])
-        sampled = self._sample(hidden, host, inputs) if len(host.sample_rows) else None
-        return LaunchedStep(sampled, scored, plan.num_samples, self._device)
+        draw = self._draw(hidden, host, inputs) if len(host.sample_rows) else None
+        return self._launched(plan, draw, scored)
 
-    def _replay(self, graphs: DecodeGraphs, rows: Int32s, kv_lens: Int32s) -> Sampled:
+    def _launched(self, plan: StepPlan, draw: Draw | None, scored: Sequence[ScoredChunk] = ()) -> LaunchedStep:
+        step = LaunchedStep(draw, plan, scored, self._device)
+        if not plan.masked:
+            step.draw(None)
+        return step
+
+    def _replay(self, graphs: DecodeGraphs, rows: Int32s, kv_lens: Int32s, masked: Sequence[int]) -> Draw:
         drawn = graphs.replay(rows, kv_lens)
-        if self._sampler.are_plain(rows, kv_lens):
-            return Sampled(drawn)
+        if not masked and self._sampler.are_plain(rows, kv_lens):
+            return lambda masks: Sampled(drawn)
         # Somebody wants more: sample all of them again from the logits that the graph has left behind.
         batch = SampleBatch(*graphs.inputs(len(rows)), rows, kv_lens)
-        return self._sampler.sample(self._graph_logits[: len(rows)], batch)
+        return partial(self._sampler.sample, self._graph_logits[: len(rows)], batch)
 
     def _layout(
         self,
@@ -173,23 +183,33 @@ class ModelRunner:
             v_caches=self._v_caches,
         )
 
-    def _sample(self, hidden: Tensor, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Sampled:
-        """Sample for the sequences that want it; ``inputs`` may be padded."""
+    def _draw(self, hidden: Tensor, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Draw:
+        """How to sample for the sequences that want it; ``inputs`` may be padded."""
         count = len(host.sample_rows)
         everywhere = count == len(hidden)
         logits = self._model.logits(hidden if everywhere else hidden[inputs.sample_tokens[:count]], self._ops)
         rows, num_known = inputs.sample_rows[:count], inputs.sample_lens[:count]
-        return self._sampler.sample(logits, SampleBatch(rows, num_known, host.sample_rows, host.sample_lens))
+        return partial(self._sampler.sample, logits, SampleBatch(rows, num_known, host.sample_rows, host.sample_lens))
 
 
 class LaunchedStep:
-    """A ``PendingStep`` whose results are on their way to the host. ``sampled`` has ``num_samples`` tokens or more."""
+    """A ``PendingStep`` whose results are on their way to the host once ``draw`` or ``sample`` was called. The function
+    ``draw`` gives ``plan.num_samples`` tokens or more; None if the plan samples nothing."""
 
-    def __init__(self, sampled: Sampled | None, scored: list[ScoredChunk], num_samples: int, device: torch.device):
-        self._sampled = sampled.to_host() if sampled else None
+    def __init__(self, draw: Draw | None, plan: StepPlan, scored: Sequence[ScoredChunk], device: torch.device):
+        self._draw = draw
+        self._plan = plan
+        self._num_samples = plan.num_samples
         self._scored = [chunk.to_host() for chunk in scored]
-        self._num_samples = num_samples
-        self._done = record_event(device)
+        self._device = device
+
+    @torch.inference_mode()
+    def sample(self, masks: Int32s) -> None:
+        self.draw(TokenMasks(np.array(self._plan.masked, np.intp), masks))
+
+    def draw(self, masks: TokenMasks | None) -> None:
+        self._sampled = self._draw(masks).to_host() if self._draw else None
+        self._done = record_event(self._device)
 
     def result(self) -> StepResult:
         if self._done is not None:

@@ -22,6 +22,7 @@ class RunningRequests:
     def __init__(self, cache: CacheManager, *, tells_shared: bool) -> None:
         num_rows = len(cache.page_table)
         self.by_row: dict[int, Request] = {}
+        self.constrained: dict[int, Request] = {}  # those of ``by_row`` that have a constraint
         self.prefills: list[Request] = []  # oldest admission first, until the step with the last chunk is completed
         self.decodes = DecodeRows(num_rows)
         self.shared = SharedRows(cache) if tells_shared else None
@@ -38,6 +39,8 @@ class RunningRequests:
         request.lease, request.known, request.waits_for = lease, known, None
         request.computed = request.published = lease.cached_len
         self.by_row[lease.row] = request
+        if request.constraint is not None:
+            self.constrained[lease.row] = request
         self.prefills.append(request)
 
     def prefilled(self, request: Request) -> None:
@@ -74,6 +77,7 @@ class RunningRequests:
         num_stored = self.decodes.kv_len(lease.row) if not request.unfinished else request.computed
         self._detach(request, lease)
         del self.by_row[lease.row]
+        self.constrained.pop(lease.row, None)
         request.lease = None
         if request.sound and lease.namespace == request.namespace:
             self._cache.release(lease, request.all_tokens()[:num_stored])

@@ -40,6 +40,14 @@ class SampleBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens the samples ``samples`` (indices into S) may be: bit ``i % 32`` of word ``i // 32`` for token i."""
+
+    samples: NDArray[np.intp]  # [M]
+    words: Int32s  # [M, ceil(vocab / 32)]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """``logprobs`` are those of the samples ``logprob_samples`` (indices into S), if any asked."""
 
@@ -113,9 +121,11 @@ class Sampler:
         assert self._draw_kernel is not None
         return self._draw_kernel(logits, rows, self._floats, self._seeds_top_ks, num_known, self.last_tokens)
 
-    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+    def sample(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> Sampled:
         """Choose a token for each row of ``logits`` [S, vocab] fp32, which is not changed."""
-        adjusted = self._adjust(logits, batch)
+        adjusted = self._adjust(logits, batch, masks)
+        if masks is not None:
+            adjusted = self._mask(logits.clone() if adjusted is logits else adjusted, masks)
         if self._draw_kernel is None:
             drawn = self._draw_on_cpu(adjusted, batch, failed=~logits.sum(dim=-1).isfinite())
         else:
@@ -147,10 +157,21 @@ class Sampler:
         special = sampling.has_penalties or bool(sampling.logit_bias) or sampling.logprobs is not None
         self._plain[row] = not special
 
-    def _adjust(self, logits: Tensor, batch: SampleBatch) -> Tensor:
-        """Penalties, then logit_bias, then no end before min_tokens. Returns ``logits`` itself if nothing applies."""
+    def _mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
+        """-inf, in place, for what ``masks`` forbid."""
+        where = to_device(masks.samples, self._device)
+        packed = to_device(masks.words.view(np.uint8), self._device)
+        bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=self._device)) & 1
+        forbidden = bits.flatten(1)[:, : self._vocab_size] == 0
+        return logits.index_copy_(0, where, logits[where].masked_fill_(forbidden, -torch.inf))
+
+    def _adjust(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None) -> Tensor:
+        """Penalties, then logit_bias, then no end before min_tokens, which masks see to where they are. Returns
+        ``logits`` itself if nothing applies."""
         rows = batch.rows_host
         too_short = batch.num_known_host < self._min_len[rows]
+        if masks is not None:
+            too_short[masks.samples] = False
         penalized = np.flatnonzero(self._penalized[rows])
         listed = np.flatnonzero(self._biased[rows] | too_short)
         if not len(penalized) and not len(listed):

@@ -9,6 +9,7 @@ import msgspec
 from radixserve.engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 1 << 17
 RANGES = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
@@ -24,6 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps the whole vocabulary. ``max_tokens`` None means the room
     left in the context. ``seed`` None draws one at admission; with a seed the tokens do not depend on the batch.
     ``logprobs`` is the number of alternatives reported beside the chosen token (0: only the chosen one, None: none).
+    ``grammar``: what the output must match, as ``engine/structured.py`` writes it.
     ``stop`` (strings) is honoured by whoever turns ids into text; the engine itself knows token ids only.
     Raises ``InvalidRequest`` that names the field.
     """
@@ -44,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _at_least("max_tokens", self.max_tokens, 1)
@@ -65,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise InvalidRequest(f"{name} must be between 0 and {MAX_LOGPROBS}", param=name)
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"grammar has more than {MAX_GRAMMAR_CHARS} characters", param="grammar")
 
     @property
     def greedy(self) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine.admission import Admission
+from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask_words
 from radixserve.engine.messages import EngineStats, Outputs, Rejected, Submit, TokenLogprobs
 from radixserve.engine.outbox import Outbox
 from radixserve.engine.policy import POLICIES
@@ -94,8 +95,9 @@ class Scheduler:
     def steps_in_flight(self) -> int:
         return self._outbox.counters.steps - self._running.completed_step
 
-    def submit(self, frontend: bytes, submit: Submit) -> Rejected | None:
-        """Accept a request (None), or say why not. Raises ValueError when ``prompt_ids`` are not whole int32s."""
+    def submit(self, frontend: bytes, submit: Submit, constraint: TokenConstraint | None = None) -> Rejected | None:
+        """Accept a request (None), or say why not. ``constraint`` limits its tokens. Raises ValueError when
+        ``prompt_ids`` are not whole int32s."""
         prompt = np.frombuffer(submit.prompt_ids, np.dtype("<i4")).astype(np.int32, copy=False)
         rejected = self._refusal((frontend, submit.uid), submit, prompt)
         if rejected is not None:
@@ -118,6 +120,7 @@ class Scheduler:
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
             max_total=room if sampling.max_tokens is None else min(room, len(prompt) + sampling.max_tokens),
             stops_on=frozenset((*eos, *sampling.stop_token_ids)),
+            constraint=constraint,
         )
         self._arrivals += 1
         self._requests[request.key] = request
@@ -198,6 +201,21 @@ class Scheduler:
                 return None
             self._retract(max(self._running.by_row.values(), key=self._rank))
             retracted = True
+
+    def masks(self, plan: StepPlan) -> Int32s:
+        """Which tokens the ``masked`` samples of ``plan`` may be, as ``PendingStep.sample`` takes it. All earlier plans
+        are completed."""
+        masks = np.full((len(plan.masked), mask_words(self._limits.vocab_size)), -1, np.int32)
+        sampled = plan.sampled_rows
+        for words, sample in zip(masks, plan.masked, strict=True):
+            request = self._running.by_row[sampled[sample]]
+            if not request.ended:
+                try:
+                    request.fill_mask(words)
+                except ConstraintFailed as error:
+                    words.fill(-1)
+                    self._fail(request, str(error))
+        return masks
 
     def complete(self, plan: StepPlan, result: StepResult) -> None:
         """Take in the tokens of the oldest launched plan."""
@@ -303,7 +321,11 @@ class Scheduler:
         sharing = self._running.shared
         shared = None if sharing is None else sharing.among(decode_rows)
         writes = self._cache.take_page_writes()
-        return StepPlan(step, tuple(setups), *writes, decode_rows, kv_lens, tuple(chunks), shared)
+        plan = StepPlan(step, tuple(setups), *writes, decode_rows, kv_lens, tuple(chunks), shared)
+        return replace(plan, masked=self._masked(plan)) if self._running.constrained else plan
+
+    def _masked(self, plan: StepPlan) -> tuple[int, ...]:
+        return tuple(sample for sample, row in enumerate(plan.sampled_rows) if row in self._running.constrained)
 
     def _setup(self, request: Request, row: int) -> RowSetup:
         eos = () if request.sampling.ignore_eos else self._limits.eos_token_ids
@@ -331,7 +353,11 @@ class Scheduler:
         if request.ended:
             return
         request.output.append(token)
-        finish = request.finish_after(token)
+        try:
+            finish = request.finish_after(token)
+        except ConstraintFailed as error:
+            self._fail(request, str(error))
+            return
         self._outbox.token(request, token, finish, logprobs)
         if finish is not None:
             self._end(request)

@@ -66,6 +66,8 @@ class StepPlan:
     ``decode_lens`` [D]: KV length of each decode row counting the token fed now, so the token's position is one less.
     ``page_rows/page_cols/page_ids`` [P]: page-table entries to write before the forward, ``table[row, col] = page``.
     ``shared``: which decode rows share a prefix, if the scheduler was told to say so.
+    ``masked``: indices of samples whose tokens are limited by masks, which are known only once all earlier steps are
+    completed (they depend on those steps' tokens).
     """
 
     step: int
@@ -77,10 +79,15 @@ class StepPlan:
     decode_lens: Int32s
     chunks: tuple[PrefillChunk, ...]
     shared: SharedPrefixes | None = None
+    masked: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return len(self.decode_rows) + sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        return [*self.decode_rows.tolist(), *(chunk.row for chunk in self.chunks if chunk.samples)]
 
     @property
     def num_samples(self) -> int:
@@ -104,6 +111,13 @@ class StepResult:
 
 class PendingStep(Protocol):
     """A launched step."""
+
+    def sample(self, masks: Int32s) -> None:
+        """Only, and before ``result``, if the plan has ``masked`` samples: up to here the step chose no tokens.
+
+        ``masks`` [masked, ceil(vocab / 32)]: bit ``i % 32`` of word ``i // 32`` is set if that sample may be token i.
+        """
+        ...
 
     def result(self) -> StepResult:
         """Block until the step is done and return its tokens. Raises what the device raised."""

@@ -8,12 +8,13 @@ early are all seen at the read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
+from radixserve.engine.constraint import TokenConstraint
 from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.pipeline import StepPipeline
 from radixserve.engine.sampling_params import SamplingParams
@@ -78,9 +79,16 @@ class _Row:
 
 @dataclass
 class FakePendingStep:
-    outcome: StepResult | Exception
+    outcome: StepResult | Exception | None
+    choose: Callable[[np.ndarray], StepResult] | None = None  # of a step that waits for its masks
+
+    def sample(self, masks: np.ndarray) -> None:
+        assert self.choose is not None, "a step that waits for no masks"
+        chosen, self.choose = self.choose(masks), None
+        self.outcome = self.outcome or chosen
 
     def result(self) -> StepResult:
+        assert self.outcome is not None and self.choose is None, "the step was not given its masks"
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
@@ -126,11 +134,13 @@ class FakeRunner:
             self.rows[setup.row] = row
         self._store(plan)
         self._attend(plan)
-        result = self._sample(plan)
+        pending = FakePendingStep(None if plan.masked else self._sample(plan))
+        if plan.masked:
+            pending.choose = lambda masks: self._sample(plan, dict(zip(plan.masked, masks, strict=True)))
         if plan.step in self.broken_steps:
             self._spoil(plan)
-            return FakePendingStep(RuntimeError(f"the device lost step {plan.step}"))
-        return FakePendingStep(result)
+            pending.outcome = RuntimeError(f"the device lost step {plan.step}")
+        return pending
 
     def _spoil(self, plan: StepPlan) -> None:
         """The KV of a broken step is worthless; the rows of that step may see it while they last, nobody else."""
@@ -194,14 +204,16 @@ class FakeRunner:
             seen = self.memory[self._slots(row_id, 0, row.kv_len)]
             assert (seen == np.array(row.hashes[: row.kv_len])).all(), f"row {row_id} reads the KV of another text"
 
-    def _sample(self, plan: StepPlan) -> StepResult:
-        sampling_rows = [*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks if chunk.samples)]
+    def _sample(self, plan: StepPlan, masks: Mapping[int, np.ndarray] = {}) -> StepResult:  # noqa: B006
         tokens, failed, logprobs = [], [], []
-        for row_id in sampling_rows:
+        for sample, row_id in enumerate(plan.sampled_rows):
             row = self.rows[row_id]
             setup, sampling = row.setup, row.setup.sampling
             num_output = len(row.tokens) - setup.prompt_len if self.masks_stops else sampling.min_tokens
             token = next_token(row.hashes[-1], num_output, sampling, setup.seed, self.vocab_size)
+            if sample in masks:
+                allowed = np.flatnonzero(np.unpackbits(masks[sample].view(np.uint8), bitorder="little"))
+                token = int(allowed[token % np.count_nonzero(allowed < self.vocab_size)])
             row.append(token)
             tokens.append(token)
             failed.append(setup.seed in self.broken_seeds)
@@ -287,13 +299,14 @@ class Harness:
         priority: int = 0,
         tenant: str = "",
         weight: float = 1.0,
+        constraint: TokenConstraint | None = None,
     ) -> Answer:
         uid = len(self.answers) if uid is None else uid
         sampling = sampling or SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         answer = self.answers[frontend, uid] = Answer(list(prompt), sampling)
         ids = np.array(prompt, "<i4").tobytes()
         message = Submit(uid, request_id or f"r{uid}", ids, sampling, priority, namespace, tenant, weight)
-        answer.rejected = self.scheduler.submit(frontend, message)
+        answer.rejected = self.scheduler.submit(frontend, message, constraint)
         return answer
 
     def advance(self) -> bool:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, uniform
+from radixserve.engine.constraint import mask_words
+from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks, uniform
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import RowSetup
 from radixserve.kernels.interface import DrawKernel
@@ -67,14 +68,31 @@ class Rows:
             ]
         )
 
-    def sample(self, logits: Tensor, rows: list[int] | None = None, num_known: int = 2) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: list[int] | None = None,
+        num_known: int = 2,
+        allowed: dict[int, list[int]] | None = None,
+    ) -> Sampled:
         rows_host = np.array(range(len(logits)) if rows is None else rows, np.int32)
         lens = np.full(len(rows_host), num_known, np.int32)
         on_device = (torch.from_numpy(array).to(self.device) for array in (rows_host, lens))
-        return self.sampler.sample(logits.to(self.device), SampleBatch(*on_device, rows_host, lens))
+        return self.sampler.sample(
+            logits.to(self.device), SampleBatch(*on_device, rows_host, lens), _masks(allowed, logits)
+        )
 
     def tokens(self, logits: Tensor, **options: Any) -> list[int]:
         return self.sample(logits, **options).token_ids.tolist()
+
+
+def _masks(allowed: dict[int, list[int]] | None, logits: Tensor) -> TokenMasks | None:
+    if allowed is None:
+        return None
+    bits = np.zeros((len(allowed), mask_words(logits.shape[1]) * 32), np.uint8)
+    for line, tokens in zip(bits, allowed.values(), strict=True):
+        line[tokens] = 1
+    return TokenMasks(np.array(list(allowed)), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
 @pytest.fixture(autouse=True, params=["torch", "draw kernel", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
@@ -256,6 +274,34 @@ def test_no_stop_before_min_tokens() -> None:
     assert not {EOS, 5} & set(chosen[:2]) and chosen[2] == EOS
     ignoring = Rows(sampled(temperature=0, min_tokens=2, ignore_eos=True))
     assert ignoring.tokens(logits) == [EOS]
+
+
+def test_masked_samples_are_allowed_tokens_and_the_others_are_as_without_masks() -> None:
+    vocab = 77  # bits of several words, the last one not full
+    logits = some_logits(5, vocab)
+    rules = [
+        sampled(temperature=0),
+        sampled(temperature=0),
+        sampled(temperature=1.5, top_p=0.9),
+        sampled(),
+        sampled(logit_bias={7: 100.0}),
+    ]
+    rows = Rows(*rules, vocab=vocab)
+    free = rows.tokens(logits)
+    allowed = {1: [31, 76], 2: [32, 40], 4: [3, 76]}
+    masked = rows.tokens(logits, allowed=allowed)
+    assert [masked[0], masked[3]] == [free[0], free[3]]
+    assert masked[1] == max(allowed[1], key=lambda token: logits[1, token])
+    assert all(masked[sample] in tokens for sample, tokens in allowed.items())
+    assert rows.sampler.last_tokens[:5].tolist() == masked
+    assert not rows.sample(logits, allowed={2: [5]}).failed.any()
+
+
+def test_a_mask_that_allows_only_the_end_wins_over_min_tokens() -> None:
+    rows = Rows(sampled(temperature=0, min_tokens=5), sampled(temperature=0, min_tokens=5))
+    logits = torch.zeros(2, VOCAB).index_fill(1, torch.tensor([EOS]), 9.0)
+    assert rows.tokens(logits, allowed={0: [EOS]})[0] == EOS
+    assert rows.tokens(logits, allowed={0: [EOS]})[1] != EOS
 
 
 def test_a_row_forgets_the_rules_of_its_last_request() -> None:
