@@ -12,6 +12,7 @@ from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.gguf_weights import gguf_tensors
+from radixserve.engine.grammars import XGrammars
 from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_files import ModelFiles, resolve_model
@@ -30,6 +31,7 @@ from radixserve.engine.sizing import (
     cpu_kv_bytes,
     cuda_kv_bytes,
 )
+from radixserve.engine.text.text_model import load_text_model
 from radixserve.engine.warmup import warm_up
 from radixserve.engine.weights import Progress, fill_random, load_weights, safetensors_tensors
 from radixserve.kernels.interface import AttentionShape
@@ -77,6 +79,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     return BuiltEngine(
         runner=runner,
         cache=cache,
+        grammars=XGrammars(lambda: load_text_model(files, config).tokenizer, spec.vocab_size, spec.eos_token_ids),
         max_model_len=sizes.max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine.constraint import ConstraintSource
 from radixserve.engine.scheduler import Scheduler, SchedulerLimits
 from radixserve.engine.step import Runner
 from radixserve.kvcache.manager import CacheManager
@@ -20,6 +21,7 @@ class BuiltEngine:
 
     runner: Runner
     cache: CacheManager
+    grammars: ConstraintSource
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]

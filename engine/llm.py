@@ -66,6 +66,7 @@ class LLM:
             built = build_engine(config, _bar_progress(bar) if show_progress else ignore_progress)
         self._text = _load_text(config)
         self._scheduler = new_scheduler(built, config)
+        self._grammars = built.grammars
         self._pipeline: StepPipeline | None = StepPipeline(self._scheduler, built.runner, overlap=built.overlap)
         self._num_requests = 0
         self.max_model_len = built.max_model_len
@@ -125,7 +126,8 @@ class LLM:
         self._num_requests += 1
         uid = self._num_requests
         packed = np.array(ids, np.dtype("<i4")).tobytes()
-        match self._scheduler.submit(_FRONTEND, Submit(uid, str(uid), packed, sampling)):
+        constraint = None if sampling.grammar is None else self._grammars.compile(sampling.grammar)
+        match self._scheduler.submit(_FRONTEND, Submit(uid, str(uid), packed, sampling), constraint):
             case Rejected(message=message, code=code, param=param, status=status):
                 raise InvalidRequest(message, code=code, param=param, status=status)
         running[uid] = _Running(Completion(ids), sampling, self._text)

@@ -8,7 +8,9 @@ from typing import assert_never
 
 import msgspec
 
+from radixserve.engine.constraint import ConstraintSource
 from radixserve.engine.frontends import Frontends
+from radixserve.engine.intake import Intake
 from radixserve.engine.messages import (
     Abort,
     AbortRequest,
@@ -26,6 +28,7 @@ from radixserve.engine.scheduler import Scheduler
 from radixserve.engine.step import Runner
 
 HEARTBEAT_S = 0.5
+_LOOK_FOR_GRAMMARS_MS = 5
 
 
 class EngineLoop:
@@ -35,10 +38,18 @@ class EngineLoop:
     """
 
     def __init__(
-        self, frontends: Frontends, scheduler: Scheduler, runner: Runner, *, overlap: bool, ready: EngineStatus
+        self,
+        frontends: Frontends,
+        scheduler: Scheduler,
+        runner: Runner,
+        grammars: ConstraintSource,
+        *,
+        overlap: bool,
+        ready: EngineStatus,
     ) -> None:
         self._frontends = frontends
         self._scheduler = scheduler
+        self._intake = Intake(scheduler, grammars)
         self._pipeline = StepPipeline(scheduler, runner, overlap=overlap)
         self._ready = ready
         self._next_heartbeat = 0.0
@@ -51,14 +62,16 @@ class EngineLoop:
 
     def _turn(self) -> None:
         """At most one step. Blocks only when idle, and then no longer than to the next heartbeat."""
+        for frontend, news in self._intake.advance():
+            self._frontends.send(frontend, news)
         busy = self._pipeline.advance()
         for frontend, outputs in self._scheduler.take_outputs().items():
             self._frontends.send(frontend, outputs)
-        messages = self._frontends.receive(0 if busy else self._ms_to_heartbeat())
+        messages = self._frontends.receive(0 if busy else self._ms_to_wait())
         for frontend, message in messages:
             self._handle(frontend, message)
         for frontend in self._frontends.take_gone():
-            self._scheduler.forget_frontend(frontend)
+            self._intake.forget_frontend(frontend)
         if time.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + HEARTBEAT_S
             for frontend, rejected in self._scheduler.expire():
@@ -74,9 +87,9 @@ class EngineLoop:
             case Submit():
                 self._submit(frontend, message)
             case Abort(uid):
-                self._scheduler.abort(frontend, uid)
+                self._intake.abort(frontend, uid)
             case AbortRequest(request_id):
-                self._scheduler.abort_request(request_id)
+                self._intake.abort_request(request_id)
             case FlushCache(call):
                 self._frontends.send(frontend, CacheFlushed(call, self._scheduler.flush_cache()))
             case Hello() | Ping():
@@ -86,7 +99,7 @@ class EngineLoop:
 
     def _submit(self, frontend: bytes, submit: Submit) -> None:
         try:
-            rejected = self._scheduler.submit(frontend, submit)
+            rejected = self._intake.submit(frontend, submit)
         except ValueError as error:
             rejected = Rejected(submit.uid, f"malformed request: {error}", code="malformed", param="prompt")
         if rejected is not None:
@@ -98,8 +111,12 @@ class EngineLoop:
             self._scheduler.check_integrity()
             self._checked = True
 
-    def _ms_to_heartbeat(self) -> int:
-        return max(0, int(1000 * (self._next_heartbeat - time.monotonic())) + 1)
+    def _ms_to_wait(self) -> int:
+        """To the next heartbeat; less while a grammar is compiled, whose end sends no message."""
+        to_heartbeat = max(0, int(1000 * (self._next_heartbeat - time.monotonic())) + 1)
+        return min(to_heartbeat, _LOOK_FOR_GRAMMARS_MS) if self._intake.num_compiling else to_heartbeat
 
     def _status(self) -> EngineStatus:
-        return msgspec.structs.replace(self._ready, stats=self._scheduler.stats())
+        stats = self._scheduler.stats()
+        waiting = stats.waiting + self._intake.num_compiling
+        return msgspec.structs.replace(self._ready, stats=msgspec.structs.replace(stats, waiting=waiting))

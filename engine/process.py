@@ -64,7 +64,7 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
     # The model's objects stay for good: leave them out of every later garbage collection.
     gc.collect()
     gc.freeze()
-    EngineLoop(frontends, scheduler, built.runner, overlap=built.overlap, ready=ready).run()
+    EngineLoop(frontends, scheduler, built.runner, built.grammars, overlap=built.overlap, ready=ready).run()
     return 0
 
 

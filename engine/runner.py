@@ -116,8 +116,8 @@ class ModelRunner:
         self._page_table.write(plan.page_rows, plan.page_cols, plan.page_ids)
         num_decodes = len(plan.decode_rows)
         if self._decode_graphs is not None and not plan.chunks and self._decode_graphs.fits(num_decodes):
-            draw = self._replay(self._decode_graphs, plan.decode_rows, plan.decode_lens, plan.masked)
-            return self._launched(plan, draw)
+            replayed = self._replay(self._decode_graphs, plan.decode_rows, plan.decode_lens, plan.masked)
+            return self._launched(plan, replayed)
         host = lay_out(plan, self._page_table.host, self._page_size)
         if self._mixed_graphs is not None and plan.chunks and self._mixed_graphs.fits(plan):
             inputs, hidden = self._mixed_graphs.replay(host, num_decodes)

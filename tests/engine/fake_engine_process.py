@@ -11,7 +11,7 @@ from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ModelError
 from radixserve.engine.process import serve
 from radixserve.engine.step import StepPlan
-from radixserve.tests.engine.fakes import EOS, Harness
+from radixserve.tests.engine.fakes import EOS, FakeGrammars, Harness
 
 
 def hang(plan: StepPlan) -> NoReturn:
@@ -31,7 +31,7 @@ def build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltE
     harness = Harness()
     if sys.argv[2] == "deadlock":
         harness.runner.launch = hang  # type: ignore[method-assign]
-    return BuiltEngine(harness.runner, harness.cache, 512, 50, (EOS,), 64, True, "a fake")
+    return BuiltEngine(harness.runner, harness.cache, FakeGrammars(), 512, 50, (EOS,), 64, True, "a fake")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ early are all seen at the read.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
-from radixserve.engine.constraint import TokenConstraint
+from radixserve.engine.constraint import ConstraintFailed, TokenConstraint
+from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.pipeline import StepPipeline
 from radixserve.engine.sampling_params import SamplingParams
@@ -235,6 +237,47 @@ class FakeRunner:
                 ]
                 wanted[chunk.row] = entries
         return wanted or None
+
+
+class Counting:
+    """A constraint: token number n leaves the rest n % 7 when divided by 7; after ``length`` tokens comes the end."""
+
+    def __init__(self, length: int, *, fails_at: int | None = None) -> None:
+        self._num_accepted = 0
+        self._length = length
+        self._fails_at = fails_at
+
+    def fill_mask(self, words: np.ndarray) -> None:
+        count = self._num_accepted
+        if count == self._fails_at:
+            raise ConstraintFailed("too hard")
+        bits = np.zeros(len(words) * 32, np.uint8)
+        bits[[EOS] if count == self._length else np.arange(7 + count % 7, 50, 7)] = 1
+        words[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        assert self._num_accepted == self._length or (token_id - self._num_accepted) % 7 == 0
+        self._num_accepted += 1
+        return self._num_accepted > self._length
+
+
+class FakeGrammars:
+    """Grammars are the lengths of ``Counting``. "slow 5" is compiled only when ``release`` is set, "bad" never is."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.compiled: list[str] = []
+
+    def cached(self, grammar: str) -> TokenConstraint | None:
+        return Counting(int(grammar.split()[-1])) if grammar in self.compiled else None
+
+    def compile(self, grammar: str) -> TokenConstraint:
+        if grammar == "bad":
+            raise InvalidRequest("cannot be compiled", param="grammar", code="invalid_grammar")
+        if grammar.startswith("slow"):
+            self.release.wait(10)
+        self.compiled.append(grammar)
+        return Counting(int(grammar.split()[-1]))
 
 
 @dataclass

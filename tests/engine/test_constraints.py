@@ -4,36 +4,13 @@ import numpy as np
 import pytest
 
 from radixserve.configs.schema import SchedulerOptions
-from radixserve.engine.constraint import ConstraintFailed, forbid, mask_words
+from radixserve.engine.constraint import forbid, mask_words
 from radixserve.engine.messages import FinishReason
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.engine.step import Int32s
-from radixserve.tests.engine.fakes import EOS, Answer, Harness
+from radixserve.tests.engine.fakes import EOS, Answer, Counting, Harness
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
-
-
-class Counting:
-    """Token number n must leave the rest n % 7 when divided by 7, and after ``length`` tokens comes the end."""
-
-    def __init__(self, length: int, *, fails_at: int | None = None) -> None:
-        self.accepted: list[int] = []
-        self._length = length
-        self._fails_at = fails_at
-
-    def fill_mask(self, words: Int32s) -> None:
-        if len(self.accepted) == self._fails_at:
-            raise ConstraintFailed("too hard")
-        bits = np.zeros(len(words) * 32, np.uint8)
-        count = len(self.accepted)
-        bits[[EOS] if count == self._length else np.arange(7 + count % 7, VOCAB, 7)] = 1
-        words[:] = np.packbits(bits, bitorder="little").view(np.int32)
-
-    def accept(self, token_id: int) -> bool:
-        assert (token_id - len(self.accepted)) % 7 == 0 or len(self.accepted) == self._length
-        self.accepted.append(token_id)
-        return len(self.accepted) > self._length
 
 
 def obeys(answer: Answer, length: int) -> bool:

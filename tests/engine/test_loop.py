@@ -36,7 +36,7 @@ from radixserve.engine.messages import (
     Unreadable,
 )
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.tests.engine.fakes import Harness, expected_output
+from radixserve.tests.engine.fakes import FakeGrammars, Harness, expected_output
 
 
 class Client:
@@ -96,7 +96,9 @@ class Engine:
         self.harness = Harness(**harness_options)  # type: ignore[arg-type]
         self.frontends = Frontends(address)
         ready = EngineStatus(os.getpid(), "ready", max_model_len=512, vocab_size=50)
-        self.loop = EngineLoop(self.frontends, self.harness.scheduler, self.harness.runner, overlap=True, ready=ready)
+        self.grammars = FakeGrammars()
+        scheduler, runner = self.harness.scheduler, self.harness.runner
+        self.loop = EngineLoop(self.frontends, scheduler, runner, self.grammars, overlap=True, ready=ready)
         self.stopping = threading.Event()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
@@ -110,6 +112,7 @@ class Engine:
 
     def stop(self) -> None:
         self.stopping.set()
+        self.grammars.release.set()
         self.thread.join()
         self.frontends.close()
         if self.harness.runner.violation is not None:
@@ -255,6 +258,37 @@ def test_aborts_by_uid_and_by_request_id(tmp_path: Path) -> None:
             assert isinstance(events[-1], TokenEvent) and events[-1].finish is FinishReason.ABORT
         other.send(AbortRequest(""))
         assert client.ends({3})
+        assert is_quiet(client)
+
+
+def limited(grammar: str) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=40, grammar=grammar)
+
+
+def test_a_request_waits_for_its_grammar_and_nobody_for_the_request(tmp_path: Path) -> None:
+    with running(tmp_path) as engine, connected(engine) as client:
+        client.send(submit(1, [1, 2], limited("slow 5")), submit(2, [1, 2], limited("slow 5")))
+        client.send(submit(3, [1, 2], limited("4")), submit(4, [1, 2]), submit(5, [1, 2], limited("bad")))
+        told = client.ends({3, 4, 5})
+        refused = told[5][-1]
+        assert isinstance(refused, Rejected) and (refused.param, refused.status) == ("grammar", 400)
+        client.send(Ping())
+        status = client.wait_for(lambda message: isinstance(message, EngineStatus) and not message.stats.running)
+        assert isinstance(status, EngineStatus) and status.stats.waiting == 2
+        engine.grammars.release.set()
+        ends = [events[-1] for events in client.ends({1, 2}).values()]
+        assert [end.finish for end in ends if isinstance(end, TokenEvent)] == [FinishReason.STOP] * 2
+        assert sorted(engine.grammars.compiled) == ["4", "slow 5"], "compiled once for both"
+        wait_until(lambda: is_quiet(client))
+
+
+def test_requests_that_wait_for_a_grammar_can_be_aborted(tmp_path: Path) -> None:
+    with running(tmp_path) as engine, connected(engine) as client, connected(engine) as other:
+        client.send(submit(1, [1, 2], limited("slow 5")), submit(2, [1, 2], limited("slow 5"), "x"))
+        client.send(Abort(1))
+        other.send(AbortRequest("x"))
+        for events in client.ends({1, 2}).values():
+            assert isinstance(events[-1], TokenEvent) and events[-1].finish is FinishReason.ABORT
         assert is_quiet(client)
 
 

@@ -1,0 +1,123 @@
+"""Grammars by xgrammar, the only module that knows it.
+
+xgrammar (Dong et al. 2024, arXiv 2411.15100) compiles a grammar together with the vocabulary: where most tokens may
+stand is known beforehand, so that a mask takes microseconds. It is imported when the first grammar comes: that takes a
+second, and many servers never get one.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask_words
+from radixserve.engine.errors import InvalidRequest, ModelError
+from radixserve.engine.step import Int32s
+from radixserve.engine.text.tokenizer import Tokenizer
+
+CACHE_BYTES = 256 << 20
+# Masks are made between two steps, where everybody waits for them. Of CPU time: the first mask of a grammar, and what
+# all masks of a request may take together.
+_MAX_FIRST_MASK_S = 0.02
+_MAX_MASKS_S = 1.0
+_MAX_MASK_S = 0.01
+# "[12:00:00] /path/file.cc:94: " stands before what the library has to say.
+_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
+
+_TOO_SLOW = "the grammar takes too long at each token: use fewer alternatives, and shorter counted repetitions"
+
+
+class XGrammars:
+    """Owns what was compiled, up to ``CACHE_BYTES``; the least recently used goes first. ``load_tokenizer`` is called
+    once, with the first grammar. Any thread may call it."""
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]):
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiler: Any = None
+        self._lock = threading.Lock()
+
+    def cached(self, grammar: str) -> TokenConstraint | None:
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
+                return None
+            self._compiled.move_to_end(grammar)
+        return _Matcher(compiled)
+
+    def compile(self, grammar: str) -> TokenConstraint:
+        try:
+            compiled = self._the_compiler().compile_structural_tag(grammar)
+        except (RuntimeError, ValueError) as error:
+            reason = _PLACE.sub("", str(error)).strip()
+            raise InvalidRequest(f"cannot be compiled: {reason}", param="grammar", code="invalid_grammar") from error
+        self._check_speed(compiled)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > 1 and sum(c.memory_size_bytes for c in self._compiled.values()) > CACHE_BYTES:
+                self._compiled.popitem(last=False)
+        return _Matcher(compiled)
+
+    def _check_speed(self, compiled: Any) -> None:
+        matcher, words = _Matcher(compiled), np.empty(mask_words(self._vocab_size), np.int32)
+        matcher.fill_mask(words)  # what is made on first use
+        before = time.thread_time()
+        matcher.fill_mask(words)
+        if time.thread_time() - before > _MAX_FIRST_MASK_S:
+            raise InvalidRequest(_TOO_SLOW, param="grammar", code="grammar_too_complex")
+
+    def _the_compiler(self) -> Any:
+        import xgrammar
+
+        with self._lock:
+            if self._compiler is None:
+                try:
+                    tokenizer = self._load_tokenizer()
+                except ModelError as error:
+                    raise InvalidRequest(str(error), param="grammar") from error
+                # An empty token is never allowed: control tokens are not text, even where a grammar allows any text.
+                vocabulary = [
+                    b"" if token_id in tokenizer.control_ids else tokenizer.token_bytes(token_id)
+                    for token_id in range(self._vocab_size)
+                ]
+                info = xgrammar.TokenizerInfo(
+                    vocabulary,
+                    xgrammar.VocabType.RAW,
+                    vocab_size=self._vocab_size,
+                    stop_token_ids=self._eos_token_ids,
+                )
+                # Its own cache keeps the parts that grammars share.
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES // 4)
+        return self._compiler
+
+
+class _Matcher:
+    """The ``TokenConstraint`` of one request."""
+
+    def __init__(self, compiled: Any):
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._num_masks = 0
+        self._masks_s = 0.0
+
+    def fill_mask(self, words: Int32s) -> None:
+        before = time.thread_time()
+        self._matcher.fill_next_token_bitmask(words.reshape(1, -1))
+        self._masks_s += time.thread_time() - before
+        self._num_masks += 1
+        if self._masks_s > _MAX_MASKS_S + self._num_masks * _MAX_MASK_S:
+            raise ConstraintFailed(_TOO_SLOW)
+
+    def accept(self, token_id: int) -> bool:
+        if not self._matcher.accept_token(token_id):
+            raise ConstraintFailed(f"token {token_id} does not fit the grammar")
+        return bool(self._matcher.is_terminated())

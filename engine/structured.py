@@ -1,0 +1,152 @@
+"""What an output must look like, in the one form that the engine compiles: xgrammar's structural tags. No torch.
+
+A *format* is a JSON object with a ``type`` (https://xgrammar.mlc.ai, "structural tag"); formats nest, so that a schema
+can follow free reasoning or stand inside a tool call. ``SamplingParams.grammar`` is a whole structural tag, as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from radixserve.engine.errors import InvalidRequest
+
+Format = dict[str, Any]
+
+MAX_DEPTH = 64  # of a schema; compilation takes the square of it
+# Between two tokens of JSON: enough for a line break or a space, too little for a model to get lost in it.
+_MAX_WHITESPACE = 2
+
+# Keywords that say something about a value and that no grammar of ours can hold.
+_UNSUPPORTED = frozenset(
+    "not if then else dependentRequired dependentSchemas dependencies contains minContains maxContains "
+    "unevaluatedItems unevaluatedProperties uniqueItems $dynamicRef $recursiveRef".split()
+)
+_ANNOTATIONS = frozenset(
+    "title description default examples example deprecated readOnly writeOnly $comment $schema $id $anchor $defs "
+    "definitions strict nullable discriminator".split()
+)
+# Where schemas stand inside a schema.
+_ONE = ("items", "additionalItems", "additionalProperties", "propertyNames")
+_LISTS = ("anyOf", "oneOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def structural_tag(form: Format) -> str:
+    """``form`` as ``SamplingParams.grammar``."""
+    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False, separators=(",", ":"))
+
+
+def json_schema(schema: Mapping[str, Any] | bool, *, param: str = "grammar") -> Format:
+    """JSON that fits ``schema``, its properties in the schema's order and no others unless it names a schema for them.
+    Raises ``InvalidRequest`` naming a keyword that cannot be kept, for ``param``."""
+    return {
+        "type": "json_schema",
+        "json_schema": _Schemas(param).prepare(schema, "", 0),
+        "max_whitespace_cnt": _MAX_WHITESPACE,
+    }
+
+
+def json_object() -> Format:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> Format:
+    """Text that ``pattern`` matches as a whole."""
+    return {"type": "regex", "pattern": pattern}
+
+
+def ebnf(grammar: str) -> Format:
+    """Text of the rule ``root`` of an EBNF grammar, as llama.cpp writes them (GBNF)."""
+    return {"type": "grammar", "grammar": grammar}
+
+
+def choice(texts: Sequence[str]) -> Format:
+    """One of ``texts``."""
+    return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+
+
+class _Schemas:
+    """Brings schemas into the form whose meaning the compiler keeps; ``param`` is the field to blame."""
+
+    def __init__(self, param: str):
+        self._param = param
+
+    def prepare(self, schema: Any, where: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise self._wrong(where, "must be an object or a boolean")
+        if depth > MAX_DEPTH:
+            raise self._wrong("", f"the schema is nested more than {MAX_DEPTH} levels deep")
+        schema = self._without_all_of(dict(schema), where)
+        self._check(schema, where)
+        for key in _ONE:
+            if key in schema:
+                schema[key] = self.prepare(schema[key], f"{where}.{key}", depth + 1)
+        for key in _LISTS:
+            if key in schema:
+                schema[key] = self._prepare_list(schema[key], f"{where}.{key}", depth)
+        for key in _MAPS:
+            if key in schema:
+                schema[key] = self._prepare_map(schema[key], f"{where}.{key}", depth)
+        return _opened(schema)
+
+    def _prepare_list(self, schemas: Any, where: str, depth: int) -> list[Any]:
+        if not isinstance(schemas, list) or not schemas:
+            raise self._wrong(where, "must be a list of schemas")
+        return [self.prepare(schema, f"{where}[{i}]", depth + 1) for i, schema in enumerate(schemas)]
+
+    def _prepare_map(self, schemas: Any, where: str, depth: int) -> dict[str, Any]:
+        if not isinstance(schemas, Mapping):
+            raise self._wrong(where, "must be an object of schemas")
+        return {name: self.prepare(schema, f"{where}.{name}", depth + 1) for name, schema in schemas.items()}
+
+    def _without_all_of(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
+        """allOf of one schema, as some generators write references, is that schema."""
+        parts = schema.pop("allOf", None)
+        if parts is None:
+            return schema
+        if not isinstance(parts, list) or len(parts) != 1 or not isinstance(parts[0], Mapping) or _says(schema):
+            raise self._wrong(f"{where}.allOf", "is supported only with one schema, and no other keywords beside it")
+        return {**schema, **parts[0]}
+
+    def _check(self, schema: Mapping[str, Any], where: str) -> None:
+        if unsupported := sorted(key for key in _UNSUPPORTED & schema.keys() if schema[key] is not False):
+            raise self._wrong(f"{where}.{unsupported[0]}", "is not supported")
+        for key in ("anyOf", "oneOf", "$ref"):
+            if key in schema and (others := sorted(_says(schema) - {key, "type"})):
+                raise self._wrong(f"{where}.{others[0]}", f"is not supported beside {key}")
+        if "pattern" in schema and (lengths := sorted({"minLength", "maxLength"} & schema.keys())):
+            raise self._wrong(f"{where}.{lengths[0]}", "is not supported beside pattern")
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise self._wrong(f"{where}.required", "must be a list of names")
+
+    def _wrong(self, where: str, what: str) -> InvalidRequest:
+        place = f"{where.removeprefix('.')}: " if where else ""
+        return InvalidRequest(f"{self._param}: {place}{what}", param=self._param, code="invalid_schema")
+
+
+def _says(schema: Mapping[str, Any]) -> set[str]:
+    """The keywords that limit the value."""
+    return set(schema.keys() - _ANNOTATIONS)
+
+
+def _opened(schema: dict[str, Any]) -> dict[str, Any]:
+    """The compiler takes what is not named as forbidden, which suits objects with properties; where a schema says
+    nothing at all about its members it means anything."""
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if "array" in kinds and not schema.keys() & {"items", "prefixItems"}:
+        schema["items"] = True
+    required = schema.get("required", [])
+    if "properties" in schema or required:
+        named = schema.get("properties", {})
+        rest = schema.get("additionalProperties", True)
+        schema["properties"] = named | {name: rest for name in required if name not in named}
+    elif "object" in kinds and not schema.keys() & {"patternProperties", "propertyNames"}:
+        schema.setdefault("additionalProperties", True)
+    return schema

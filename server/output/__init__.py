@@ -1,0 +1,1 @@
+"""From generated text to what it means: reasoning, content and tool calls."""
