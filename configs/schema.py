@@ -45,7 +45,9 @@ class ModelOptions(OptionGroup):
     )
     max_model_len: int | None = Field(None, ge=1, description="Context length in tokens (default: the model's own)")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of weights and KV")
-    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = Field(
+        "auto", description="Weights to read where a folder has both kinds; dummy: random ones, for benchmarks"
+    )
     seed: int = Field(0, description="Seed of random weights and of requests that bring none")
 
 

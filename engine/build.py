@@ -10,15 +10,14 @@ import torch
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ConfigError
-from radixserve.engine.gguf_reader import read_gguf
-from radixserve.engine.gguf_weights import gguf_tensors
 from radixserve.engine.grammars import XGrammars
 from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts
 from radixserve.engine.host import available_memory, usable_cores
-from radixserve.engine.model_files import ModelFiles, resolve_model
-from radixserve.engine.model_spec import ModelSpec, load_spec
-from radixserve.engine.models.llama import LlamaForCausalLM
-from radixserve.engine.models.registry import create_model
+from radixserve.engine.load_model import load_model
+from radixserve.engine.model_config import load_spec
+from radixserve.engine.model_files import resolve_model
+from radixserve.engine.model_spec import ModelSpec
+from radixserve.engine.models.decoder import Decoder
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
 from radixserve.engine.sizing import (
@@ -33,7 +32,7 @@ from radixserve.engine.sizing import (
 )
 from radixserve.engine.text.text_model import load_text_model
 from radixserve.engine.warmup import warm_up
-from radixserve.engine.weights import Progress, fill_random, load_weights, safetensors_tensors
+from radixserve.engine.weights import Progress
 from radixserve.kernels.interface import AttentionShape
 from radixserve.kernels.select import (
     BackendUnavailable,
@@ -64,10 +63,10 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     """
     progress("finding the model", 0.0)
     device = _resolve_device(config)
-    files = resolve_model(config.model, require_weights=config.load_format != "dummy")
+    files = resolve_model(config.model, config.load_format)
     spec = load_spec(files)
     sizes = _resolve_sizes(config, spec, device)
-    model = _load_model(config, files, spec, sizes, progress)
+    model = load_model(config, files, spec, sizes.dtype, device, sizes.max_model_len, progress)
     progress("sizing the KV cache", 1.0)
     parts = _Parts(config, spec, sizes, model)
     num_pages = parts.choose_num_pages()
@@ -86,7 +85,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         max_num_batched_tokens=sizes.step_tokens,
         overlap=choose_overlap(config, device.type),
         description=(
-            f"{config.model} ({spec.architecture}) in {str(sizes.dtype).removeprefix('torch.')} on {_name(device)}; "
+            f"{config.model} ({spec.family}) in {str(sizes.dtype).removeprefix('torch.')} on {_name(device)}; "
             f"kernels: {runner.kernels}; KV cache of {num_pages * sizes.page_size:,} tokens ({num_pages:,} pages of "
             f"{sizes.page_size}); context of {sizes.max_model_len:,} tokens"
         ),
@@ -115,11 +114,20 @@ class _Parts:
     config: ServeConfig
     spec: ModelSpec
     sizes: _Sizes
-    model: LlamaForCausalLM
+    model: Decoder
 
     def runner(self, num_pages: int) -> ModelRunner:
         spec, sizes, config = self.spec, self.sizes, self.config
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, sizes.page_size, sizes.dtype)
+        shape = AttentionShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            sizes.page_size,
+            sizes.dtype,
+            spec.attention_scale,
+            spec.attention_softcap,
+            spec.windows,
+        )
         try:
             attention = select_attention(config.attention_backend, shape, sizes.device, config.max_num_seqs)
             kv = MHAKVCache.allocate(
@@ -172,7 +180,8 @@ class _Parts:
             self._capture(runner, 0, lambda share: progress("capturing graphs", share))
 
     def _captures(self, runner: ModelRunner) -> bool:
-        return runner.can_capture and not self.config.enforce_eager
+        # How many tokens an expert gets must be known on the host, which a graph rules out.
+        return runner.can_capture and not self.config.enforce_eager and not self.spec.has_experts
 
     def _capture(self, runner: ModelRunner, first: int, report: Callable[[float], None]) -> int:
         """Capture the graphs of all sizes from the ``first`` on, -1 for the largest; returns how many sizes there
@@ -232,16 +241,3 @@ def _resolve_sizes(config: ServeConfig, spec: ModelSpec, device: torch.device) -
         page_size=choose_page_size(config),
         step_tokens=choose_step_tokens(config, device.type),
     )
-
-
-def _load_model(
-    config: ServeConfig, files: ModelFiles, spec: ModelSpec, sizes: _Sizes, progress: Progress
-) -> LlamaForCausalLM:
-    model = create_model(spec, sizes.dtype, sizes.device, sizes.max_model_len)
-    if config.load_format == "dummy":
-        fill_random(model, config.seed)
-    elif files.gguf:
-        load_weights(model, gguf_tensors(read_gguf(files.gguf), spec), progress)
-    else:
-        load_weights(model, safetensors_tensors(files.weights), progress)
-    return model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,16 +25,29 @@ _BLOCK_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
+_SANDWICHED = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FAMILY_NAMES = {"gemma2": _SANDWICHED, "gemma3": _SANDWICHED, "phi3": {"ffn_up": "mlp.gate_up_proj"}}
+# llama.cpp turns neighbouring values of their heads, not the halves; its converter moves the rows of q and k for it.
+_NEIGHBOUR_PAIRS = ("llama", "smollm3")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 # Not weights: the specification of the model has read them.
-_METADATA_TENSORS = ("rope_freqs.weight",)
+_METADATA_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _T = GGMLQuantizationType
 _SUPPORTED = (
     _T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K,
@@ -51,36 +65,35 @@ def gguf_tensors(gguf: GGUFFile, spec: ModelSpec) -> Iterator[StoredTensor]:
             raise ModelError(
                 f"{gguf.path.name}: {tensor.name} is {tensor.quantization.name}, which is not supported ({supported})"
             )
-        yield StoredTensor(_checkpoint_name(tensor.name), tensor.shape, _reader(gguf, tensor, spec))
+        name = _checkpoint_name(tensor.name, {**_BLOCK_NAMES, **_FAMILY_NAMES.get(spec.family, {})})
+        yield StoredTensor(name, tensor.shape, tensor.num_bytes, partial(_copy, gguf, tensor, spec))
 
 
-def _checkpoint_name(name: str) -> str:
+def _checkpoint_name(name: str, block_names: Mapping[str, str]) -> str:
     """Unknown names are kept: the loader reports them as unexpected."""
     stem, _, kind = name.rpartition(".")
     if block := _BLOCK.fullmatch(stem):
         index, part = block.groups()
-        return f"model.layers.{index}.{_BLOCK_NAMES[part]}.{kind}" if part in _BLOCK_NAMES else name
+        return f"model.layers.{index}.{block_names[part]}.{kind}" if part in block_names else name
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _reader(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec) -> Callable[[Tensor], None]:
-    def copy_to(place: Tensor) -> None:
-        # Vectors are one row; quantization blocks never cross rows, so rows can be moved while still quantized.
-        rows = gguf.raw(tensor.name).reshape(*(tensor.shape[:-1] or (1,)), -1)
-        rows = _half_rotation_order(rows, tensor, spec)
-        flat = place.reshape(rows.shape[0], -1) if place.dim() > 1 else place.view(1, -1)
-        step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
-        for first in range(0, len(rows), step):
-            values = dequantize(rows[first : first + step], tensor.quantization)
-            flat[first : first + step].copy_(torch.from_numpy(np.require(values, np.float32, ["C", "W"])))
-
-    return copy_to
+def _copy(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor) -> None:
+    # Vectors are one row; quantization blocks never cross rows, so rows can be moved while still quantized.
+    rows = gguf.raw(tensor.name).reshape(torch.Size(tensor.shape[:-1]).numel(), -1)
+    rows = _half_rotation_order(rows, tensor, spec)
+    step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
+    first = 0
+    for matrix in place if place.dim() == 3 else place.view(1, -1, place.shape[-1]):
+        for some in matrix.split(step):
+            values = dequantize(rows[first : first + len(some)], tensor.quantization)
+            some.copy_(torch.from_numpy(np.require(values, np.float32, ["C", "W"])))
+            first += len(some)
 
 
 def _half_rotation_order(rows: NDArray[np.uint8], tensor: GGUFTensor, spec: ModelSpec) -> NDArray[np.uint8]:
-    """llama.cpp stores the q and k rows of each Llama head so that rotary pairs are neighbours; undo that: row
-    (pair, half) of a head goes back to (half, pair)."""
-    if spec.architecture != "llama":
+    """Row (pair, half) of a head goes back to (half, pair), see ``_NEIGHBOUR_PAIRS``."""
+    if spec.family not in _NEIGHBOUR_PAIRS:
         return rows
     if re.search(r"attn_q\.(weight|bias)$", tensor.name):
         num_heads = spec.num_heads

@@ -216,7 +216,7 @@ def _rules_for(count: int, given: SamplingParams | Sequence[SamplingParams] | No
 
 def _load_text(config: ServeConfig) -> TextModel | None:
     """None for a model without a tokenizer, which only token ids can be sent to."""
-    files = resolve_model(config.model, require_weights=False)
+    files = resolve_model(config.model, config.load_format)
     if files.gguf is None and files.tokenizer is None and config.tokenizer is None:
         return None
     return load_text_model(files, config)

@@ -40,20 +40,21 @@ class ModelFiles:
     chat_template: Path | None = None
 
 
-def resolve_model(name: str, *, require_weights: bool = True) -> ModelFiles:
+def resolve_model(name: str, load_format: str = "auto") -> ModelFiles:
     """The files of ``name``; downloads a Hugging Face id unless it is in the local cache or ``HF_HUB_OFFLINE`` is set.
 
-    Checks that safetensors files are whole (GGUF files are checked by ``read_gguf``). ``require_weights`` false lets a
-    folder without weights pass, for random ones. Raises ``ModelError`` that says what is wrong and what to do.
+    Checks that safetensors files are whole (GGUF files are checked by ``read_gguf``). ``load_format``: of the weights;
+    "dummy" lets a folder without any pass. Raises ``ModelError`` that says what is wrong and what to do.
     """
     path = Path(name).expanduser()
     if name == DEFAULT_MODEL and not path.exists():
         path = _default_model_path()
     elif not path.exists():
         path = _from_hub(name)
-    if path.is_file():
-        return _single_file(name, path)
-    return replace(_folder(path, require_weights), name=name)
+    files = _single_file(name, path) if path.is_file() else replace(_folder(path, load_format), name=name)
+    if files.gguf and load_format == "safetensors":
+        raise ModelError(f"{name} is a GGUF model; use --load-format auto or gguf")
+    return files
 
 
 def _default_model_path() -> Path:
@@ -107,20 +108,22 @@ def _single_file(name: str, path: Path) -> ModelFiles:
     raise ModelError(f"{path} is not a model: give its folder, or a .gguf file")
 
 
-def _folder(folder: Path, require_weights: bool) -> ModelFiles:
-    weights = _safetensors(folder)
-    ggufs = sorted(folder.glob("*.gguf"))
+def _folder(folder: Path, load_format: str) -> ModelFiles:
+    weights = () if load_format == "gguf" else _safetensors(folder)
+    ggufs = [] if load_format == "safetensors" else sorted(folder.glob("*.gguf"))
     has_config = (folder / "config.json").is_file()
     if ggufs and not weights:
         if len(ggufs) > 1:
             names = ", ".join(path.name for path in ggufs)
             raise ModelError(f"{folder} holds several .gguf files, give one of them: {names}")
         return _single_file(str(folder), ggufs[0])
+    if load_format == "gguf":
+        raise ModelError(f"{folder} holds no .gguf file; use --load-format auto")
     if not has_config and (folder / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds a LoRA adapter, not a model")
     if not has_config:
         raise ModelError(f"{folder} is not a model: no config.json and no .gguf file in it")
-    if not weights and require_weights:
+    if not weights and load_format != "dummy":
         if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
             raise ModelError(f"{folder} has only pickled weights, which can run code; convert them to safetensors")
         raise ModelError(f"{folder} holds no weights (*.safetensors)")

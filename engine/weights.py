@@ -1,9 +1,12 @@
-"""Fills a model with weights, one tensor at a time straight into its place: from files, or random ones."""
+"""Fills a model with weights, each tensor straight into its place: from files, by several threads, or random ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from radixserve.engine.errors import ModelError
+from radixserve.engine.layers.experts import Experts
 from radixserve.engine.layers.linear import MergedLinear
 from radixserve.engine.layers.norm import RMSNorm
+from radixserve.engine.model_spec import ModelSpec
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share of it that is done, 0..1)."""
@@ -22,6 +27,7 @@ _RANDOM_STD = 0.02
 _LISTED_NAMES = 8
 # Buffers that some checkpoints carry although they follow from the configuration.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,47 +36,66 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
+    num_bytes: int  # in the file
     copy_to: Callable[[Tensor], None]
 
 
-def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Progress) -> None:
+def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Progress, num_threads: int = 1) -> None:
     """Copy every stored tensor to its place. Raises ``ModelError`` that lists what is missing, unexpected or of the
     wrong shape, before anything is copied."""
-    places = weight_places(model)
-    tensors = [tensor for tensor in stored if not _is_redundant(tensor.name, places)]
+    tensors = list(stored)
+    places = weight_places(model, {tensor.name for tensor in tensors})
+    tensors = [tensor for tensor in tensors if not _is_redundant(tensor.name, places)]
     _check_complete(places, tensors)
-    total = max(1, sum(place.numel() for place in places.values()))
-    copied = 0
-    for tensor in tensors:
-        place = places[tensor.name]
-        tensor.copy_to(place)
-        copied += place.numel()
-        progress("loading weights", copied / total)
+    total_bytes = max(1, sum(tensor.num_bytes for tensor in tensors))
+    copied_bytes, started = 0, time.monotonic()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
+        copies = {threads.submit(tensor.copy_to, places[tensor.name]): tensor for tensor in tensors}
+        try:
+            for copy in as_completed(copies):
+                copy.result()
+                copied_bytes += copies[copy].num_bytes
+                speed = copied_bytes / max(time.monotonic() - started, 1e-6)
+                what = (
+                    f"loading weights: {copied_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB, {speed / 1e9:.2f} GB/s"
+                )
+                progress(what, copied_bytes / total_bytes)
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
-def weight_places(model: nn.Module) -> dict[str, Tensor]:
-    """Where each tensor of a checkpoint goes: its name -> a view of a parameter (a part of it, if that is merged)."""
+def weight_places(model: nn.Module, stored: Collection[str] = ()) -> dict[str, Tensor]:
+    """Where each tensor of a checkpoint goes: its name -> a view of a parameter. What the model holds merged may be
+    stored in several ways: of these, the one of which a name is in ``stored``."""
     places: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
-            if not isinstance(module, MergedLinear):
-                places[f"{path}.{kind}"] = parameter
-                continue
-            parent = path.rpartition(".")[0]
-            for part, rows in zip(module.parts, torch.split(parameter, list(module.parts.values())), strict=True):
-                places[f"{parent}.{part}.{kind}"] = rows
+            ways = _ways_to_store(path, module, kind, parameter)
+            places |= next((way for way in ways if not way.keys().isdisjoint(stored)), ways[0])
     return places
 
 
-def safetensors_tensors(paths: Sequence[Path]) -> Iterator[StoredTensor]:
-    """All tensors of a checkpoint's shards. Raises ``ModelError`` for a file that cannot be read."""
+def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec) -> Iterator[StoredTensor]:
+    """All tensors of a checkpoint's shards in the order of the files, under the names of ``Decoder``. Raises
+    ``ModelError`` for a file that cannot be read."""
+    names = spec.stored_names
     for path in paths:
         try:
             file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} cannot be read as safetensors (download it again): {error}") from error
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            yield StoredTensor(name, tuple(file.get_slice(name).get_shape()), _safetensors_reader(file, name))
+        for stored_name in file.offset_keys():
+            if stored_name.startswith(names.ignored):
+                continue
+            name = next(
+                (new + stored_name[len(old) :] for old, new in names.replaced if stored_name.startswith(old)),
+                stored_name,
+            )
+            header = file.get_slice(stored_name)
+            shape = tuple(header.get_shape())
+            num_bytes = torch.Size(shape).numel() * _DTYPE_BYTES.get(header.get_dtype(), 1)
+            added = 1.0 if spec.unit_offset_norms and name.endswith("norm.weight") else 0.0
+            yield StoredTensor(name, shape, num_bytes, partial(_copy_safetensor, file, stored_name, added))
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
@@ -86,11 +111,28 @@ def fill_random(model: nn.Module, seed: int) -> None:
             parameter.normal_(0.0, _RANDOM_STD, generator=generators[parameter.device])
 
 
-def _safetensors_reader(file: Any, name: str) -> Callable[[Tensor], None]:
-    def copy_to(place: Tensor) -> None:
-        place.copy_(file.get_tensor(name))
+def _ways_to_store(path: str, module: nn.Module, kind: str, parameter: Tensor) -> list[dict[str, Tensor]]:
+    """Complete sets of names for one parameter, each with its part."""
+    whole = {f"{path}.{kind}": parameter}
+    match module:
+        case MergedLinear():
+            parent, sizes = path.rpartition(".")[0], list(module.parts.values())
+            parts = zip(module.parts, torch.split(parameter, sizes), strict=True)
+            return [{f"{parent}.{part}.{kind}": rows for part, rows in parts}, whole]
+        case Experts():
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            stacks = dict(zip(names, parameter.chunk(len(names), dim=1), strict=True))
+            stacked = {f"{path}.{name}.weight": stack for name, stack in stacks.items()}
+            single = {f"{path}.{i}.{name}.weight": one for name, stack in stacks.items() for i, one in enumerate(stack)}
+            return [single, stacked, whole]
+    return [whole]
 
-    return copy_to
+
+def _copy_safetensor(file: Any, name: str, added: float, place: Tensor) -> None:
+    """From the mapped file straight to its place: no copy of it in between."""
+    place.copy_(file.get_tensor(name))
+    if added:
+        place.add_(added)
 
 
 def _is_redundant(name: str, places: dict[str, Tensor]) -> bool:

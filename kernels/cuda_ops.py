@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.kernels import triton_linear, triton_ops
+from radixserve.kernels.torch_ops import grouped_experts
 
 _EARLY = False
 _MAX_TOKENS_IN_PARTS = 256
@@ -51,6 +52,10 @@ class CudaOps:
             qkv, positions, cos_sin, slots, k_cache, v_cache, q_norm, k_norm, eps, pdl=self._pdl
         )
 
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Waits for the device, so it must not be captured in a graph."""
+        return grouped_experts(x, gate_up, down, weights, chosen)
+
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32, device=hidden.device)
@@ -81,6 +86,9 @@ class CudaOps:
             return stream, triton_linear.fused_linear(normed, weight, gated=gated, pdl=self._pdl)
         product = F.linear(normed, weight, bias)
         return stream, triton_ops.silu_mul(product, self._pdl and _EARLY) if gated else product
+
+    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(y, weight, bias)
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

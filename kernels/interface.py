@@ -133,11 +133,21 @@ class Ops(Protocol):
         silu(gate) * up of that product."""
         ...
 
+    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y [T, in] @ weight[out, in].T (+ bias) [T, out]."""
+        ...
+
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Add y [T, in] @ weight[H, in].T (+ bias) to the stream: at once where that is free, else left pending for
         ``project`` or ``add_rms_norm``, as [T, H] or in parts [P, T, H]. Return (stream, pending)."""
+        ...
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Sum, by ``weights`` [T, k], of what the ``chosen`` [T, k] of E networks answer to x [T, H]: network e is
+        silu of the first half of x @ gate_up[e].T times the second, @ down[e].T; gate_up [E, 2 I, H], down [E, H, I].
+        Returns [T, H]."""
         ...
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -73,10 +73,16 @@ class TorchOps:
         product = F.linear(normed, weight, bias)
         return stream, self.silu_mul(product) if gated else product
 
+    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(y, weight, bias)
+
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         return stream, F.linear(y, weight, bias)
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return grouped_experts(x, gate_up, down, weights, chosen)
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """bf16 keeps 8 bits: logits near 16 would be multiples of 1/16, and ties between the best ones common."""
@@ -86,6 +92,22 @@ class TorchOps:
         if hidden.is_cuda:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return _refine_largest(F.linear(hidden, weight).float(), hidden, weight)
+
+
+def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """See ``Ops.experts``. The tokens of one expert are one product; how many each has must be known on the host."""
+    per_token = chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=len(down)).tolist()
+    out = torch.zeros_like(x)
+    for expert, pairs in enumerate(order.split(counts)):
+        if not len(pairs):
+            continue
+        tokens = pairs // per_token
+        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+        answer = F.linear(F.silu(gate).mul_(up), down[expert])
+        out.index_add_(0, tokens, answer * weights.flatten()[pairs, None])
+    return out
 
 
 def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:

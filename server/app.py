@@ -38,7 +38,7 @@ _BODIES = (
 
 def load_text(config: ServeConfig) -> TextModel:
     """Raises ``ModelError``."""
-    files = resolve_model(config.model, require_weights=config.load_format != "dummy")
+    files = resolve_model(config.model, config.load_format)
     return load_text_model(files, config)
 
 

@@ -25,8 +25,10 @@ class Linear(nn.Module):
         """Apply to the norm of the residual stream, see ``Ops.project``: (the stream, the product)."""
         return ops.project(stream, pending, norm.weight, norm.eps, self.weight, self.bias, gated)
 
-    def add_to(self, stream: Tensor, x: Tensor, ops: Ops) -> tuple[Tensor, Tensor | None]:
-        """Add the product to the residual stream, see ``Ops.add_linear``: (the stream, what is pending)."""
+    def add_to(self, stream: Tensor, x: Tensor, out_norm: RMSNorm | None, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """Add the product, or its norm, to the stream, see ``Ops.add_linear``: (the stream, what is pending)."""
+        if out_norm is not None:
+            return stream, out_norm(ops.linear(x, self.weight, self.bias), None, ops)
         return ops.add_linear(stream, x, self.weight, self.bias)
 
 
@@ -39,12 +41,15 @@ class MergedLinear(Linear):
 
 
 class Embedding(nn.Module):
-    """Rows of a table [vocab, hidden] by token id."""
+    """Rows of a table [vocab, hidden] by token id, times ``scale``."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype):
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float | None = None, *, dtype: torch.dtype):
         super().__init__()
         self.hidden_size = hidden_size
         self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype)
+        # Rounded to the type of the weights, as the models were trained.
+        self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
 
     def forward(self, ids: Tensor, ops: Ops) -> Tensor:
-        return ops.embed(ids, self.weight, self.hidden_size)
+        rows = ops.embed(ids, self.weight, self.hidden_size)
+        return rows if self.scale is None else rows * self.scale

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.parameter import empty_parameter
+from radixserve.engine.model_spec import ModelSpec
 from radixserve.kernels.interface import Ops
 
 
@@ -17,8 +18,17 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=dtype)
         self.eps = eps
 
+    @classmethod
+    def of_model(cls, spec: ModelSpec, size: int, dtype: torch.dtype) -> RMSNorm:
+        """Weights that are stored as their distance from 1 have more digits than 16 bits hold once 1 is added."""
+        return cls(size, spec.rms_eps, dtype=torch.float32 if spec.unit_offset_norms else dtype)
+
     def forward(self, stream: Tensor, pending: Tensor | None, ops: Ops) -> Tensor:
         """Norm of the stream with what is ``pending`` added. May overwrite both."""
+        return self.with_stream(stream, pending, ops)[0]
+
+    def with_stream(self, stream: Tensor, pending: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        """As ``forward``, and the stream with nothing pending."""
         if pending is None:
-            return ops.rms_norm(stream, self.weight, self.eps)
-        return ops.add_rms_norm(pending, stream, self.weight, self.eps)[0]
+            return ops.rms_norm(stream, self.weight, self.eps), stream
+        return ops.add_rms_norm(pending, stream, self.weight, self.eps)

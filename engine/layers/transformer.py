@@ -20,15 +20,22 @@ class SelfAttention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.index = index
         self.eps = spec.rms_eps
-        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=spec.attention_bias, dtype=dtype)
-        self.o_proj = Linear(q_size, spec.hidden_size, bias=spec.attention_bias, dtype=dtype)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype=dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps, dtype=dtype) if spec.qk_norm else None
+        self.window = spec.layers[index].window
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype)
+        self.o_proj = Linear(q_size, spec.hidden_size, bias=spec.o_bias, dtype=dtype)
+        self.q_norm = RMSNorm.of_model(spec, spec.head_dim, dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm.of_model(spec, spec.head_dim, dtype) if spec.qk_norm else None
 
     def forward(
-        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, cos_sin: Tensor, ctx: ForwardContext
+        self,
+        stream: Tensor,
+        pending: Tensor | None,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        cos_sin: Tensor,
+        ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor | None]:
-        """Add attention over the normed stream [T, H] to the stream."""
+        """Add attention over the normed stream [T, H], or the norm of that, to the stream."""
         k_cache, v_cache = ctx.k_caches[self.index], ctx.v_caches[self.index]
         stream, qkv = self.qkv_proj.after_norm(stream, pending, norm, ctx.ops)
         q = ctx.ops.rope_store(
@@ -42,22 +49,25 @@ class SelfAttention(nn.Module):
             self.k_norm.weight if self.k_norm else None,
             self.eps,
         )
-        attended = ctx.attention.run(q, k_cache, v_cache).flatten(1)
-        return self.o_proj.add_to(stream, attended, ctx.ops)
+        attended = ctx.attention.run(q, k_cache, v_cache, self.window).flatten(1)
+        return self.o_proj.add_to(stream, attended, out_norm, ctx.ops)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype):
         super().__init__()
         size = spec.intermediate_size
         self.gate_up_proj = MergedLinear(spec.hidden_size, {"gate_proj": size, "up_proj": size}, dtype=dtype)
         self.down_proj = Linear(size, spec.hidden_size, dtype=dtype)
+        self.is_silu = spec.activation == "silu"
 
     def forward(
-        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ctx: ForwardContext
+        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, out_norm: RMSNorm | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Add the network's answer to the normed stream [T, H] to the stream."""
-        stream, inner = self.gate_up_proj.after_norm(stream, pending, norm, ctx.ops, gated=True)
-        return self.down_proj.add_to(stream, inner, ctx.ops)
+        """Add the network's answer to the normed stream [T, H], or the norm of that, to the stream."""
+        stream, inner = self.gate_up_proj.after_norm(stream, pending, norm, ctx.ops, gated=self.is_silu)
+        if not self.is_silu:
+            inner = ctx.ops.gelu_mul(inner)
+        return self.down_proj.add_to(stream, inner, out_norm, ctx.ops)

@@ -1,1 +1,1 @@
-"""One short file per architecture."""
+"""From a ``ModelSpec`` to the code that computes it."""

@@ -1,4 +1,4 @@
-"""From an architecture's name to the code that computes it."""
+"""The interface of a language model, and the one there is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from radixserve.engine.errors import ModelError
 from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.engine.models.llama import LlamaForCausalLM
+from radixserve.engine.models.decoder import Decoder
 from radixserve.kernels.interface import Ops
 
 
@@ -26,12 +25,7 @@ class CausalLM(Protocol):
         ...
 
 
-MODELS: dict[str, type[LlamaForCausalLM]] = {"llama": LlamaForCausalLM, "qwen3": LlamaForCausalLM}
-
-
-def create_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_positions: int) -> LlamaForCausalLM:
-    """A model without weights on ``device``. Raises ``ModelError`` for an architecture that has no code."""
-    if spec.architecture not in MODELS:
-        raise ModelError(f"architecture {spec.architecture} is not supported; supported: {', '.join(sorted(MODELS))}")
+def create_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_positions: int) -> Decoder:
+    """A model without weights on ``device``, for sequences of up to ``max_positions`` tokens."""
     with device:
-        return MODELS[spec.architecture](spec, dtype, max_positions)
+        return Decoder(spec, dtype, max_positions)

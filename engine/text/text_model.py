@@ -10,8 +10,9 @@ from typing import Any
 from radixserve.configs.schema import ModelOptions
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.gguf_reader import GGUFFile, read_gguf
+from radixserve.engine.model_config import load_sampling_defaults, load_spec, spec_from_gguf
 from radixserve.engine.model_files import ModelFiles, read_json
-from radixserve.engine.model_spec import ModelSpec, SamplingDefaults, load_sampling_defaults, load_spec
+from radixserve.engine.model_spec import ModelSpec, SamplingDefaults
 from radixserve.engine.text.chat_template import (
     ChatTemplate,
     template_from_config,
@@ -102,7 +103,7 @@ def load_text_model(files: ModelFiles, options: ModelOptions) -> TextModel:
         tokenizer=tokenizer,
         template=template,
         literals=LiteralEncoder(tokenizer),
-        spec=ModelSpec.from_gguf(gguf) if gguf else load_spec(files),
+        spec=spec_from_gguf(gguf) if gguf else load_spec(files),
         sampling_defaults=load_sampling_defaults(files) if use_defaults else SamplingDefaults(),
     )
 

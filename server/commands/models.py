@@ -12,8 +12,9 @@ from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.host import available_memory
+from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import ModelFiles, resolve_model
-from radixserve.engine.model_spec import ModelSpec, load_spec
+from radixserve.engine.model_spec import ModelSpec
 from radixserve.server.commands.gpus import Gpu, find_gpus
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,7 +39,7 @@ def _list() -> Iterator[str]:
     for name, location in found:
         try:
             files = resolve_model(str(location))
-            facts = f"{load_spec(files).architecture:<8} {_size(_weight_bytes(files)):>10}  {location}"
+            facts = f"{load_spec(files).family:<9} {_size(_weight_bytes(files)):>10}  {location}"
         except ModelError as error:
             facts = f"(cannot be served: {error})"
         yield f"{name:<{width}}  {facts}"
@@ -86,7 +87,7 @@ def _inspect(files: ModelFiles) -> Iterator[str]:
     spec = load_spec(files)
     heads = f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} for keys and values"
     yield f"model         {files.name}"
-    yield f"architecture  {spec.architecture}, {spec.num_layers} layers, {heads}"
+    yield f"architecture  {spec.family}, {spec.num_layers} layers, {heads}"
     yield f"parameters    {_num_parameters(files) / 1e6:,.1f} million"
     yield f"weights       {_size(_weight_bytes(files))} on disk, made for {spec.dtype}"
     yield f"context       {spec.max_position} tokens, vocabulary {spec.vocab_size}"

@@ -8,16 +8,10 @@ import pytest
 from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import read_gguf
+from radixserve.engine.model_config import load_sampling_defaults, load_spec, spec_from_config, spec_from_gguf
 from radixserve.engine.model_files import ModelFiles, resolve_model
-from radixserve.engine.model_spec import (
-    FrequencyDivisors,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    SamplingDefaults,
-    load_sampling_defaults,
-    load_spec,
-)
+from radixserve.engine.model_spec import ModelSpec, SamplingDefaults
+from radixserve.engine.rope_spec import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeSpec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,19 +31,24 @@ LLAMA = {
 }
 
 
+def rope_of(spec: ModelSpec) -> RopeSpec | None:
+    (rope,) = {layer.rope for layer in spec.layers}
+    return rope
+
+
 def test_a_llama_config_is_read():
-    spec = ModelSpec.from_config(LLAMA)
-    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("llama", 2, 4, 2)
-    assert (spec.head_dim, spec.rope.rotary_dim, spec.rope.theta) == (16, 16, 10000.0)
+    spec = spec_from_config(LLAMA)
+    assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("llama", 2, 4, 2)
+    assert (spec.head_dim, rope_of(spec)) == (16, RopeSpec(10000.0, 16))
     assert (spec.bos_token_id, spec.eos_token_ids, spec.dtype) == (1, (2, 3), "float16")
-    assert spec.tie_embeddings and not spec.qk_norm and not spec.attention_bias
+    assert spec.tie_embeddings and not spec.qk_norm and not spec.qkv_bias
 
 
 def test_a_qwen3_config_normalizes_queries_and_keys_and_has_its_own_head_size():
-    spec = ModelSpec.from_config(
+    spec = spec_from_config(
         {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "use_sliding_window": False}
     )
-    assert (spec.architecture, spec.qk_norm, spec.head_dim) == ("qwen3", True, 32)
+    assert (spec.family, spec.qk_norm, spec.head_dim) == ("qwen3", True, 32)
 
 
 LLAMA3 = {
@@ -70,11 +69,10 @@ LLAMA3 = {
     ],
 )
 def test_old_and_new_spelling_of_rope_give_the_same(scaling, expected):
-    old = ModelSpec.from_config({**LLAMA, "rope_theta": 500_000.0, "rope_scaling": scaling})
+    old = spec_from_config({**LLAMA, "rope_theta": 500_000.0, "rope_scaling": scaling})
     without_theta = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
-    new = ModelSpec.from_config({**without_theta, "rope_parameters": {**scaling, "rope_theta": 500_000.0}})
-    assert old.rope == new.rope
-    assert old.rope.theta == 500_000.0 and old.rope.scaling == expected
+    new = spec_from_config({**without_theta, "rope_parameters": {**scaling, "rope_theta": 500_000.0}})
+    assert rope_of(old) == rope_of(new) == RopeSpec(500_000.0, 16, expected)
 
 
 @pytest.mark.parametrize(
@@ -82,12 +80,16 @@ def test_old_and_new_spelling_of_rope_give_the_same(scaling, expected):
     [
         ({"architectures": ["BertModel"]}, "BertModel.*LlamaForCausalLM"),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn.*llama3"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "mrope.*yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "mscale"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, "1 factors for 8"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention.*sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"sliding_window": 256}, "sliding_window"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size must be an integer"),
         ({"vocab_size": 0}, "vocab_size"),
@@ -96,14 +98,14 @@ def test_old_and_new_spelling_of_rope_give_the_same(scaling, expected):
 )
 def test_what_is_not_supported_is_named(change, message):
     with pytest.raises(ModelError, match=message):
-        ModelSpec.from_config({**LLAMA, **change})
+        spec_from_config({**LLAMA, **change})
 
 
 def test_the_spec_of_the_default_model():
     spec = load_spec(resolve_model("smollm2-135m-instruct"))
-    assert (spec.architecture, spec.vocab_size, spec.hidden_size, spec.num_layers) == ("llama", 49152, 576, 30)
+    assert (spec.family, spec.vocab_size, spec.hidden_size, spec.num_layers) == ("llama", 49152, 576, 30)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_position) == (9, 3, 64, 8192)
-    assert (spec.rope.theta, spec.rope.scaling, spec.eos_token_ids) == (100_000.0, None, (2,))
+    assert (rope_of(spec), spec.eos_token_ids) == (RopeSpec(100_000.0, 64), (2,))
     assert spec.tie_embeddings
 
 
@@ -132,8 +134,8 @@ def gguf_with(path: Path, architecture: str = "llama", divisors: list[float] | N
 
 def test_rope_divisors_come_from_a_tensor_in_gguf(tmp_path):
     divisors = [1.0, 1.0, 2.0, 2.0, 4.0, 8.0, 8.0, 8.0]
-    spec = ModelSpec.from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", divisors=divisors)))
-    assert spec.rope.scaling == FrequencyDivisors(tuple(divisors))
+    spec = spec_from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", divisors=divisors)))
+    assert rope_of(spec) == RopeSpec(10_000.0, 16, FrequencyDivisors(tuple(divisors)))
     assert not spec.tie_embeddings
 
 
@@ -157,7 +159,7 @@ def test_rope_divisors_come_from_a_tensor_in_gguf(tmp_path):
 )
 def test_a_config_value_of_a_wrong_kind_is_named(key, value):
     with pytest.raises(ModelError, match=rf"{key.split('_')[-1]}|num_kv_heads|theta"):
-        ModelSpec.from_config({**LLAMA, key: value})
+        spec_from_config({**LLAMA, key: value})
 
 
 @pytest.mark.parametrize("key", ["llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"])
@@ -165,17 +167,17 @@ def test_a_gguf_value_of_a_wrong_kind_is_named(tmp_path, key):
     gguf = read_gguf(gguf_with(tmp_path / "m.gguf"))
     gguf.metadata[key] = "much"
     with pytest.raises(ModelError, match=f"{key.removeprefix('llama.')} must be a number"):
-        ModelSpec.from_gguf(gguf)
+        spec_from_gguf(gguf)
 
 
 def test_an_unknown_gguf_architecture_lists_the_supported_ones(tmp_path):
     with pytest.raises(ModelError, match="falcon.*llama"):
-        ModelSpec.from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", "falcon")))
+        spec_from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", "falcon")))
 
 
 def test_mixtures_of_experts_in_gguf_are_refused(tmp_path):
     with pytest.raises(ModelError, match="experts"):
-        ModelSpec.from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", expert_count=8)))
+        spec_from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", expert_count=8)))
 
 
 def write(folder: Path, config: object, generation_config: object) -> ModelFiles:

@@ -6,7 +6,8 @@ import torch
 from radixserve.configs.schema import CacheOptions, ModelOptions, SchedulerOptions
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.host import available_memory, usable_cores
-from radixserve.engine.model_spec import ModelSpec, RopeSpec
+from radixserve.engine.model_spec import LayerSpec, ModelSpec
+from radixserve.engine.rope_spec import RopeSpec
 from radixserve.engine.sizing import (
     choose_dtype,
     choose_model_len,
@@ -18,7 +19,7 @@ from radixserve.engine.sizing import (
     cuda_kv_bytes,
 )
 
-SPEC = ModelSpec("llama", 100, 64, 96, 2, 4, 2, 16, 1e-5, RopeSpec(1e4, 16), max_position=2048)
+SPEC = ModelSpec("llama", 100, 64, 96, 4, 2, 16, 1e-5, (LayerSpec(RopeSpec(1e4, 16)),) * 2, max_position=2048)
 GIB = 1 << 30
 
 

@@ -29,6 +29,33 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_THETA = {"rope_theta": 10_000.0}
+_YARN = {"rope_type": "yarn", **_THETA, "factor": 4.0, "original_max_position_embeddings": 64}
+# 8 rotary values a head. The oracle takes the short ones for a sequence within the original context, where a server
+# decides by the context that it serves: so all sequences of these tests are longer than 8 and shorter than 300.
+_LONGROPE = {
+    "rope_type": "longrope",
+    **_THETA,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 3.5, 9.0],
+}
+_WINDOW = {"sliding_window": 24}
+_QWEN_WINDOW = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+_GEMMA = {**_WINDOW, "head_dim": 32, "query_pre_attn_scalar": 20, "num_hidden_layers": 4}
+# The first word names the classes in transformers.
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "smollm3": "SmolLM3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3moe": "Qwen3Moe",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tie_word_embeddings": True},
@@ -38,18 +65,43 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-wide-heads": {"head_dim": 32, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 32},
     "qwen3-tied": {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen3-yarn": {"head_dim": 32, "rope_parameters": _YARN},
+    "qwen3-window": {"head_dim": 16, **_QWEN_WINDOW},
+    "qwen2": {},
+    "qwen2-window": {**_QWEN_WINDOW, "tie_word_embeddings": True},
+    "qwen3moe": {**_EXPERTS, "norm_topk_prob": True},
+    "qwen3moe-mixed": {**_EXPERTS, "mlp_only_layers": [1]},
+    "mistral": {"sliding_window": None, "head_dim": 32},
+    "mistral-window": _WINDOW,
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": False},
+    "smollm3-listed": {"no_rope_layers": [0, 1, 1], **_WINDOW, "use_sliding_window": True},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    "gemma3": {**_GEMMA, "sliding_window_pattern": 2},
+    "gemma3-linear-rope": {
+        **_GEMMA,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "phi3": {**_WINDOW, "rope_parameters": {"rope_type": "default", **_THETA, "partial_rotary_factor": 0.5}},
+    "phi3-long": {"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 8}},
+    "phi3-short": {"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 300}},
 }
 
 
 def make(variant: str, **changes: Any) -> Any:
     """A random transformers model in fp32, always the same one; norms and biases are not trivial."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    is_qwen = variant.startswith("qwen3")
-    options = {**_SIZES, **VARIANTS[variant], **changes}
+    name = _CLASSES[variant.split("-")[0]]
+    new_config = getattr(transformers, f"{'Gemma3Text' if name == 'Gemma3' else name}Config")
+    new_model = getattr(transformers, f"{name}ForCausalLM")
+    options = {**_SIZES, "pad_token_id": 0, **VARIANTS[variant], **changes}
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**options)) if is_qwen else LlamaForCausalLM(LlamaConfig(**options))
+        model: Any = new_model(new_config(**options))
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.data.add_(torch.randn(parameter.shape) * 0.2)

@@ -16,7 +16,7 @@ USER = [{"role": "user", "content": "hello"}]
 
 
 def load(folder: Path, **options: Any) -> TextModel:
-    return load_text_model(resolve_model(str(folder), require_weights=False), ModelOptions(**options))
+    return load_text_model(resolve_model(str(folder), "dummy"), ModelOptions(**options))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_folder_is_loaded_with_template_and_special_tokens(folder: Path):
     model = load(folder)
     assert model.render_chat(USER) == "<s>hello"
     assert model.encode_chat(USER) == model.tokenizer.encode("<s>hello", add_special_tokens=False)
-    assert model.spec.architecture == "llama"
+    assert model.spec.family == "llama"
 
 
 def test_a_template_file_beside_the_model_comes_before_its_config(folder: Path):

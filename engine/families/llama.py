@@ -1,0 +1,7 @@
+"""Llama 2 and 3, and everything of exactly its shape, as SmolLM2."""
+
+from __future__ import annotations
+
+from radixserve.engine.families.base import Family
+
+LLAMA = Family("llama", ("LlamaForCausalLM",), "llama")

@@ -1,0 +1,7 @@
+"""Mistral: Llama with a sliding window in all layers of its first version. GGUF files call it Llama."""
+
+from __future__ import annotations
+
+from radixserve.engine.families.base import Family
+
+MISTRAL = Family("mistral", ("MistralForCausalLM",), defaults={"sliding_window": 4096})

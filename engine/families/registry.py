@@ -1,0 +1,13 @@
+"""The one list of supported families."""
+
+from __future__ import annotations
+
+from radixserve.engine.families.base import Family
+from radixserve.engine.families.gemma import GEMMA2, GEMMA3
+from radixserve.engine.families.llama import LLAMA
+from radixserve.engine.families.mistral import MISTRAL
+from radixserve.engine.families.phi3 import PHI3
+from radixserve.engine.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from radixserve.engine.families.smollm3 import SMOLLM3
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3)

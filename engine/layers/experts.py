@@ -1,0 +1,52 @@
+"""A mixture of experts in the place of the feed-forward network."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from radixserve.engine.layers.context import ForwardContext
+from radixserve.engine.layers.linear import Linear
+from radixserve.engine.layers.norm import RMSNorm
+from radixserve.engine.layers.parameter import empty_parameter
+from radixserve.engine.model_spec import ExpertsSpec, ModelSpec
+from radixserve.kernels.interface import Ops
+
+
+class Experts(nn.Module):
+    """The weights of E networks as two stacks: ``gate_up_proj`` [E, 2 I, H], first the gates, and ``down_proj``
+    [E, H, I]."""
+
+    def __init__(self, count: int, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype):
+        super().__init__()
+        self.gate_up_proj = empty_parameter(count, 2 * intermediate_size, hidden_size, dtype=dtype)
+        self.down_proj = empty_parameter(count, hidden_size, intermediate_size, dtype=dtype)
+
+
+class SparseMLP(nn.Module):
+    """Each token goes to the few networks that its router likes best; their answers are summed up by its weights."""
+
+    def __init__(self, spec: ModelSpec, experts: ExpertsSpec, dtype: torch.dtype):
+        super().__init__()
+        assert spec.activation == "silu", "no family has experts with another activation"
+        self.per_token, self.normalized = experts.per_token, experts.normalized
+        self.gate = Linear(spec.hidden_size, experts.count, dtype=dtype)
+        self.experts = Experts(experts.count, spec.hidden_size, experts.intermediate_size, dtype=dtype)
+
+    def forward(
+        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, out_norm: RMSNorm | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add the networks' answer to the normed stream [T, H] to the stream."""
+        assert out_norm is None, "no family has experts between two norms"
+        x, stream = norm.with_stream(stream, pending, ctx.ops)
+        weights, chosen = self._route(x, ctx.ops)
+        answer = ctx.ops.experts(x, self.experts.gate_up_proj, self.experts.down_proj, weights, chosen)
+        return stream, answer
+
+    def _route(self, x: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of each token's networks, [T, per_token] both."""
+        scores = ops.linear(x, self.gate.weight)
+        weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.per_token, dim=-1)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
