@@ -1,5 +1,6 @@
 """Weights find their place, and files that do not fit the model are refused with names."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,9 @@ from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.registry import create_model
 from radixserve.engine.weights import fill_random, load_weights, safetensors_tensors, weight_places
 from radixserve.tests.engine import tiny_models
+from radixserve.tests.engine.tiny_ggufs import write_gguf
 
 CPU = torch.device("cpu")
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 # Largest error, as a share of the largest value of a block, that a round trip may have.
 TOLERANCE = {Kind.F32: 0.0, Kind.F16: 1e-3, Kind.BF16: 1e-2, Kind.Q8_0: 1e-2}
 QUANTIZABLE = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
@@ -139,47 +125,6 @@ def test_progress_rises_to_one(tmp_path: Path) -> None:
 # ---- GGUF ----
 
 
-def gguf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        index, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{index}.{GGUF_NAMES[part]}.{kind}"
-    return f"{GGUF_NAMES[stem]}.{kind}"
-
-
-def pair_order(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """As llama.cpp's converter stores q and k of Llama models."""
-    return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(oracle: Any, path: Path, kind: Kind) -> None:
-    config = oracle.config
-    architecture = config.model_type
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    for name, weight in oracle.state_dict().items():
-        values = weight.numpy()
-        if architecture == "llama" and "q_proj" in name:
-            values = pair_order(values, config.num_attention_heads)
-        if architecture == "llama" and "k_proj" in name:
-            values = pair_order(values, config.num_key_value_heads)
-        used = kind if values.ndim == 2 else Kind.F32
-        writer.add_tensor(gguf_name(name), gguf.quantize(values, used), raw_dtype=used)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def load_gguf(path: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
     file = read_gguf(path)
     spec = spec_from_gguf(file)
@@ -200,6 +145,36 @@ def test_gguf_weights_come_back_in_their_own_order(variant: str, kind: Kind, tmp
         largest = float(expected[name].abs().max())
         tolerance = TOLERANCE.get(kind, 0.15) if weight.dim() == 2 else 0.0
         torch.testing.assert_close(weight, expected[name], atol=largest * tolerance, rtol=0, msg=name)
+
+
+# What llama.cpp takes for granted and GGUF files do not say.
+GGUF_VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "qwen3moe": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "phi3-long": {
+        "rope_parameters": {**tiny_models.VARIANTS["phi3-long"]["rope_parameters"], "attention_factor": 1.25}
+    },
+}
+
+
+@pytest.mark.parametrize("variant", GGUF_VARIANTS)
+def test_a_gguf_file_gives_the_spec_and_the_weights_of_its_checkpoint(variant: str, tmp_path: Path) -> None:
+    oracle = tiny_models.make(variant, rms_norm_eps=2.0**-18, **GGUF_VARIANTS[variant])
+    expected = load(tiny_models.save(oracle, tmp_path))
+    spec, places = load_gguf(write_gguf(oracle, tmp_path / "m.gguf"))
+    assert replace(spec, dtype="float32") == load_spec(resolve_model(str(tmp_path), "safetensors"))
+    for name, weight in places.items():
+        stored = expected[name] if name in expected else stacked(name, expected)
+        torch.testing.assert_close(weight, stored, msg=name, rtol=0, atol=1e-6)
+
+
+def stacked(name: str, places: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Experts are one tensor in GGUF."""
+    before, _, after = name.partition("experts.")
+    return torch.stack([places[f"{before}experts.{expert}.{after}"] for expert in range(6)])
 
 
 @pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)

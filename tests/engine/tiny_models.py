@@ -37,7 +37,7 @@ _LONGROPE = {
     "rope_type": "longrope",
     **_THETA,
     "partial_rotary_factor": 0.5,
-    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "short_factor": [1.0, 1.125, 1.25, 1.5],
     "long_factor": [1.0, 2.0, 3.5, 9.0],
 }
 _WINDOW = {"sliding_window": 24}
