@@ -56,6 +56,9 @@ class RunnerOptions(OptionGroup):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
     attention_backend: Literal["auto", "torch", "flashinfer", "triton"] = Field("auto", description="Attention kernels")
+    shared_prefix_attention: Literal["auto", "off"] = Field(
+        "auto", description="auto: decodes that begin with the same pages read those once a step, when that pays"
+    )
     enforce_eager: bool = Field(False, description="Run decode without CUDA graphs")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")

@@ -11,7 +11,7 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.grammars import XGrammars
-from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts
+from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts, shared_batch_sizes
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.load_model import load_model
 from radixserve.engine.model_config import load_spec
@@ -84,6 +84,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         eos_token_ids=spec.eos_token_ids,
         max_num_batched_tokens=sizes.step_tokens,
         overlap=choose_overlap(config, device.type),
+        reads_shared=runner.reads_shared,
         description=(
             f"{config.model} ({spec.family}) in {str(sizes.dtype).removeprefix('torch.')} on {_name(device)}; "
             f"kernels: {runner.kernels}; KV cache of {num_pages * sizes.page_size:,} tokens ({num_pages:,} pages of "
@@ -129,7 +130,13 @@ class _Parts:
             spec.windows,
         )
         try:
-            attention = select_attention(config.attention_backend, shape, sizes.device, config.max_num_seqs)
+            attention = select_attention(
+                config.attention_backend,
+                shape,
+                sizes.device,
+                config.max_num_seqs,
+                reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
+            )
             kv = MHAKVCache.allocate(
                 spec.num_layers,
                 num_pages,
@@ -193,7 +200,8 @@ class _Parts:
         decode_inputs = select_decode_inputs(self.sizes.device)
         assert decode_inputs is not None
         runner.capture(decode_inputs, batch_sizes[first:], token_counts[first:], self.spec.vocab_size, report)
-        return len(batch_sizes) + len(token_counts)
+        num_shared = len(shared_batch_sizes(batch_sizes)) if runner.reads_shared else 0
+        return len(batch_sizes) + num_shared + len(token_counts)
 
     def _measure_step_bytes(self) -> int:
         """Peak of device memory that the largest step, the kernels' workspaces and the graphs take beside weights and

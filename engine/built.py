@@ -15,7 +15,8 @@ from radixserve.kvcache.manager import CacheManager
 class BuiltEngine:
     """A loaded model, its KV cache, and the sizes that were "auto" in the configuration.
 
-    ``max_num_batched_tokens`` is the token budget of a step; ``description`` is one line for people, its clauses
+    ``max_num_batched_tokens`` is the token budget of a step; ``reads_shared``: the runner wants to know which decodes
+    share a prefix; ``description`` is one line for people, its clauses
     separated by semicolons.
     """
 
@@ -27,6 +28,7 @@ class BuiltEngine:
     eos_token_ids: tuple[int, ...]
     max_num_batched_tokens: int
     overlap: bool
+    reads_shared: bool
     description: str
 
 
@@ -34,4 +36,7 @@ def new_scheduler(built: BuiltEngine, config: ServeConfig) -> Scheduler:
     """The scheduler that feeds ``built.runner``."""
     limits = SchedulerLimits(built.max_model_len, built.vocab_size, built.max_num_batched_tokens, built.eos_token_ids)
     shares_prefixes = not config.disable_radix_cache
-    return Scheduler(built.cache, limits, config, shares_prefixes=shares_prefixes, seed=config.seed)
+    tells_shared = shares_prefixes and built.reads_shared
+    return Scheduler(
+        built.cache, limits, config, shares_prefixes=shares_prefixes, tells_shared=tells_shared, seed=config.seed
+    )

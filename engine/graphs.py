@@ -17,10 +17,11 @@ from torch import Tensor
 
 from radixserve.engine.step import Int32s, StepPlan
 from radixserve.engine.step_inputs import PaddedSize, StepInputs, pad, upload
+from radixserve.kernels.shared_prefix import NO_GROUPS, PrefixGroups, SharedTiles, pack_tiles, packed_size, unpack_tiles
 
-# rows int32 [S], kv_lens int32 [S] -> a tensor. Reads no device value on the host. A kv_len of 0 marks padding, whose
-# row is the padding row.
-DecodeStep = Callable[[Tensor, Tensor], Tensor]
+# rows int32 [S], kv_lens int32 [S], prefixes to read together -> a tensor. Reads no device value on the host. A kv_len
+# of 0 marks padding, whose row is the padding row.
+DecodeStep = Callable[[Tensor, Tensor, SharedTiles | None], Tensor]
 # Inputs, padded to a size -> final hidden states [tokens, H]. Reads no device value on the host.
 MixedStep = Callable[[StepInputs[Tensor], PaddedSize], Tensor]
 # Of a captured mixed step. Longer contexts want a kernel that shares them out, and more chunks are long steps.
@@ -37,6 +38,12 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     """Sizes worth a graph of their own: padding costs at most an eighth above 64 sequences."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 32, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def shared_batch_sizes(batch_sizes: Sequence[int]) -> list[int]:
+    """Those of ``batch_sizes`` worth a second graph, for steps that read shared prefixes once. Few: the time they save
+    is worth some padding, and each takes a while to capture."""
+    return [size for size in batch_sizes if size in (8, 16) or size % 32 == 0 or size == max(batch_sizes)]
 
 
 def mixed_token_counts(step_tokens: int) -> list[int]:
@@ -63,14 +70,23 @@ def _capture(step: Callable[[], Tensor], pool: Any) -> _Captured:
 
 
 class DecodeGraphs:
-    """Owns one graph for each batch size, and the static input and output buffers."""
+    """Owns one graph for each batch size, and the static input and output buffers. With ``tile_members`` the steps are
+    those that read prefixes once for tiles of so many decodes."""
 
-    def __init__(self, decode: DecodeStep, batch_sizes: Sequence[int], padding_row: int, device: torch.device):
+    def __init__(
+        self,
+        decode: DecodeStep,
+        batch_sizes: Sequence[int],
+        padding_row: int,
+        device: torch.device,
+        tile_members: int | None = None,
+    ):
         self._decode = decode
+        self._tile_members = tile_members
         self._sizes = np.array(sorted(batch_sizes))
         self._padding_row = padding_row
         self._device = device
-        self._inputs = torch.zeros(2 * _aligned(int(self._sizes[-1])), dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(self._input_size(int(self._sizes[-1])), dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
 
     def capture(self, pool: Any, report: Callable[[float], None]) -> None:
@@ -78,44 +94,54 @@ class DecodeGraphs:
 
         Each size also runs, on padding only, which stores nothing.
         """
+        nobody: Int32s = np.zeros(0, np.int32)
         for done, size in enumerate(reversed(self._sizes.tolist())):
-            rows, kv_lens = self._views(size)
-            rows.fill_(self._padding_row)
-            kv_lens.zero_()
-            self._captured[size] = _capture(partial(self._decode, rows, kv_lens), pool)
+            self._send(size, nobody, nobody, None)
+            self._captured[size] = _capture(partial(self._decode, *self._views(size)), pool)
             report((done + 1) / len(self._sizes))
 
     def fits(self, num_seqs: int) -> bool:
         """Whether a step of that many decodes can be replayed."""
         return 0 < num_seqs <= self._sizes[-1] and bool(self._captured)
 
-    def replay(self, rows: Int32s, kv_lens: Int32s) -> Tensor:
-        """Run a step of S decodes. Returns what the captured step did for S sequences or, behind those, some more: a
-        static buffer that the next replay overwrites (in stream order)."""
-        num_seqs = len(rows)
-        size = self._size_for(num_seqs)
-        lens_at = _aligned(size)
-        # From torch's cache of pinned memory, where it returns once the copy has run.
-        packed = torch.empty(lens_at + size, dtype=torch.int32, pin_memory=True)
-        host = packed.numpy()
-        host[:num_seqs], host[num_seqs:size] = rows, self._padding_row
-        host[lens_at : lens_at + num_seqs], host[lens_at + num_seqs :] = kv_lens, 0
-        self._inputs[: lens_at + size].copy_(packed, non_blocking=True)
+    def replay(self, rows: Int32s, kv_lens: Int32s, groups: PrefixGroups | None = None) -> Tensor:
+        """Run a step of S decodes, of which ``groups`` read prefixes together. Returns what the captured step did for S
+        sequences or, behind those, some more: a static buffer that the next replay overwrites (in stream order)."""
+        size = self._size_for(len(rows))
+        self._send(size, rows, kv_lens, groups)
         captured = self._captured[size]
         captured.graph.replay()
         return captured.output
 
     def inputs(self, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Rows and KV lengths [S] of the last replay, which had ``num_seqs`` sequences."""
-        rows, kv_lens = self._views(self._size_for(num_seqs))
+        rows, kv_lens, _ = self._views(self._size_for(num_seqs))
         return rows[:num_seqs], kv_lens[:num_seqs]
 
     def _size_for(self, num_seqs: int) -> int:
         return int(self._sizes[np.searchsorted(self._sizes, num_seqs)])
 
-    def _views(self, size: int) -> tuple[Tensor, Tensor]:
-        lens_at = _aligned(size)
-        return self._inputs[:size], self._inputs[lens_at : lens_at + size]
+    def _input_size(self, size: int) -> int:
+        """int32s of the inputs of a step of ``size`` decodes."""
+        return 2 * _aligned(size) + (packed_size(size, self._tile_members) if self._tile_members else 0)
+
+    def _send(self, size: int, rows: Int32s, kv_lens: Int32s, groups: PrefixGroups | None) -> None:
+        """Fill the inputs of a step of ``size`` decodes, in one copy."""
+        num_seqs, lens_at = len(rows), _aligned(size)
+        # From torch's cache of pinned memory, where it returns once the copy has run.
+        packed = torch.empty(self._input_size(size), dtype=torch.int32, pin_memory=True)
+        host = packed.numpy()
+        host[:num_seqs], host[num_seqs:lens_at] = rows, self._padding_row
+        host[lens_at : lens_at + num_seqs], host[lens_at + num_seqs : 2 * lens_at] = kv_lens, 0
+        if self._tile_members:
+            pack_tiles(host[2 * lens_at :], groups or NO_GROUPS, kv_lens, size, self._tile_members)
+        self._inputs[: len(packed)].copy_(packed, non_blocking=True)
+
+    def _views(self, size: int) -> tuple[Tensor, Tensor, SharedTiles | None]:
+        lens_at, end, tiles = _aligned(size), self._input_size(size), None
+        if self._tile_members:
+            tiles = unpack_tiles(self._inputs[2 * lens_at : end], size, self._tile_members)
+        return self._inputs[:size], self._inputs[lens_at : lens_at + size], tiles
 
 
 class MixedGraphs:

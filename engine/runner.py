@@ -8,13 +8,14 @@ tokens, up to its final hidden states. All other steps, and all steps on a CPU, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.engine.graphs import DecodeGraphs, MixedGraphs
+from radixserve.engine.graphs import DecodeGraphs, MixedGraphs, shared_batch_sizes
 from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.messages import TokenLogprobs
 from radixserve.engine.models.registry import CausalLM
@@ -23,14 +24,17 @@ from radixserve.engine.prompt_logprobs import PromptLogprobs, ScoredChunk
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks
 from radixserve.engine.step import Int32s, StepPlan, StepResult
 from radixserve.engine.step_inputs import PaddedSize, StepInputs, lay_out, upload
-from radixserve.engine.transfer import record_event
+from radixserve.engine.transfer import record_event, to_device
 from radixserve.kernels.interface import AttentionKernel, BatchLayout, DecodeInputs, Ops
+from radixserve.kernels.shared_prefix import PrefixGroups, SharedTiles, pack_tiles, packed_size, unpack_tiles
 from radixserve.kvcache.mha import MHAKVCache
 
 # Enqueues the sampling of a step, whose logits are computed then. The masks are those of ``StepPlan.masked``.
 Draw = Callable[[TokenMasks | None], Sampled]
 
 _NOTHING: Int32s = np.zeros(0, np.int32)
+# Reading shared prefixes once must save so many times more where it costs the step its graph: a millisecond. Estimated.
+_LEAST_FOR_GRAPH = 10
 
 
 class ModelRunner:
@@ -58,6 +62,7 @@ class ModelRunner:
         self._k_caches, self._v_caches = kv.buffer[0].unbind(0), kv.buffer[1].unbind(0)
         self._page_table = PageTable(max_rows, max_pages_per_row, self._device)
         self._decode_graphs: DecodeGraphs | None = None
+        self._shared_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._graph_logits = torch.empty(0, device=self._device)
 
@@ -70,6 +75,11 @@ class ModelRunner:
     def can_capture(self) -> bool:
         """Whether steps can be captured in graphs."""
         return self._device.type == "cuda" and self._attention.plans_on_device
+
+    @property
+    def reads_shared(self) -> bool:
+        """Whether plans should say which decodes share a prefix."""
+        return self._attention.shared_prefixes is not None
 
     @torch.inference_mode()
     def capture(
@@ -84,11 +94,11 @@ class ModelRunner:
         others of up to max(``token_counts``) tokens. Only if ``can_capture``. ``report``: share done."""
         self._graph_logits = torch.empty(max(batch_sizes), vocab_size, device=self._device)
 
-        def decode(rows: Tensor, kv_lens: Tensor) -> Tensor:
+        def decode(rows: Tensor, kv_lens: Tensor, shared: SharedTiles | None) -> Tensor:
             table = self._page_table.tensor
             inputs = decode_inputs(rows, kv_lens, table, self._sampler.last_tokens, self._page_size)
             starts = torch.empty(0, dtype=torch.int32, device=self._device)
-            self._attention.plan(self._layout(len(rows), rows, kv_lens, starts))
+            self._attention.plan(replace(self._layout(len(rows), rows, kv_lens, starts), shared=shared))
             ids, positions, slots = inputs
             hidden = self._model(ids, self._context(positions, slots))
             logits = self._model.logits(hidden, self._ops, self._graph_logits[: len(rows)])
@@ -103,9 +113,13 @@ class ModelRunner:
         mixed_graphs = MixedGraphs(mixed, token_counts, padding_row, self._device)
         decode_graphs = DecodeGraphs(decode, batch_sizes, padding_row, self._device)
         # The larger ones first: the others then fit into their memory.
-        mixed_graphs.capture(pool, lambda share: report(share / 2))
-        decode_graphs.capture(pool, lambda share: report((1 + share) / 2))
+        mixed_graphs.capture(pool, lambda share: report(share / 3))
+        decode_graphs.capture(pool, lambda share: report((1 + share) / 3))
         self._mixed_graphs, self._decode_graphs = mixed_graphs, decode_graphs
+        if self._attention.shared_prefixes is not None:
+            sizes, members = shared_batch_sizes(batch_sizes), self._attention.shared_prefixes.tile_members
+            self._shared_graphs = DecodeGraphs(decode, sizes, padding_row, self._device, members)
+            self._shared_graphs.capture(pool, lambda share: report((2 + share) / 3))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -115,16 +129,21 @@ class ModelRunner:
             self._prompt_logprobs.set_row(setup.row, setup.sampling.prompt_logprobs)
         self._page_table.write(plan.page_rows, plan.page_cols, plan.page_ids)
         num_decodes = len(plan.decode_rows)
-        if self._decode_graphs is not None and not plan.chunks and self._decode_graphs.fits(num_decodes):
-            replayed = self._replay(self._decode_graphs, plan.decode_rows, plan.decode_lens, plan.masked)
-            return self._launched(plan, replayed)
+        mixed_graphs = self._mixed_graphs
+        if mixed_graphs is not None and not (plan.chunks and mixed_graphs.fits(plan)):
+            mixed_graphs = None
+        groups = self._groups_to_read_once(plan, _LEAST_FOR_GRAPH if mixed_graphs else 1)
+        decode_graphs = self._decode_graphs if groups is None else self._shared_graphs
+        if decode_graphs is not None and not plan.chunks and decode_graphs.fits(num_decodes):
+            return self._launched(plan, self._replay(decode_graphs, plan, groups))
         host = lay_out(plan, self._page_table.host, self._page_size)
-        if self._mixed_graphs is not None and plan.chunks and self._mixed_graphs.fits(plan):
-            inputs, hidden = self._mixed_graphs.replay(host, num_decodes)
+        if mixed_graphs is not None and groups is None:
+            inputs, hidden = mixed_graphs.replay(host, num_decodes)
         else:
             inputs = upload(host, self._device)
             layout = self._layout(num_decodes, inputs.rows, inputs.kv_lens, inputs.query_starts, host)
-            hidden = self._forward(layout, inputs)
+            tiles = None if groups is None else self._tiles(groups, plan.decode_lens)
+            hidden = self._forward(replace(layout, shared=tiles), inputs)
         hidden = hidden[: plan.num_tokens]
         scored = self._prompt_logprobs.score(plan.chunks, hidden[num_decodes:])
         draw = self._draw(hidden, host, inputs) if len(host.sample_rows) else None
@@ -136,9 +155,25 @@ class ModelRunner:
             step.draw(None)
         return step
 
-    def _replay(self, graphs: DecodeGraphs, rows: Int32s, kv_lens: Int32s, masked: Sequence[int]) -> Draw:
-        drawn = graphs.replay(rows, kv_lens)
-        if not masked and self._sampler.are_plain(rows, kv_lens):
+    def _groups_to_read_once(self, plan: StepPlan, least: int) -> PrefixGroups | None:
+        """The plan's shared prefixes, if reading them once pays (see ``SharedPrefixRule``)."""
+        rule, shared = self._attention.shared_prefixes, plan.shared
+        if rule is None or shared is None or not len(shared.members):
+            return None
+        groups = PrefixGroups(shared.members, shared.starts, shared.num_pages * self._page_size)
+        return groups if rule.pays(groups, int(plan.decode_lens.sum()), least) else None
+
+    def _tiles(self, groups: PrefixGroups, kv_lens: Int32s) -> SharedTiles:
+        rule, num_decodes = self._attention.shared_prefixes, len(kv_lens)
+        assert rule is not None
+        packed = np.empty(packed_size(num_decodes, rule.tile_members), np.int32)
+        pack_tiles(packed, groups, kv_lens, num_decodes, rule.tile_members)
+        return unpack_tiles(to_device(packed, self._device), num_decodes, rule.tile_members)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, groups: PrefixGroups | None) -> Draw:
+        rows, kv_lens = plan.decode_rows, plan.decode_lens
+        drawn = graphs.replay(rows, kv_lens, groups)
+        if not plan.masked and self._sampler.are_plain(rows, kv_lens):
             return lambda masks: Sampled(drawn)
         # Somebody wants more: sample all of them again from the logits that the graph has left behind.
         batch = SampleBatch(*graphs.inputs(len(rows)), rows, kv_lens)

@@ -22,6 +22,7 @@ class FlashInferAttention:
     for each window of the layers."""
 
     plans_on_device = False
+    shared_prefixes = None
 
     def __init__(self, shape: AttentionShape, device: torch.device):
         self._shape = shape

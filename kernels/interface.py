@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixserve.kernels.shared_prefix import SharedPrefixRule, SharedTiles
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -57,6 +59,7 @@ class BatchLayout:
     kv_lens_host: NDArray[np.int32]
     query_starts_host: NDArray[np.int32]
     page_table_host: NDArray[np.int32]  # the runner's mirror, same shape as page_table
+    shared: SharedTiles | None = None  # prefixes of decodes to be read together; for kernels with ``shared_prefixes``
 
 
 class AttentionKernel(Protocol):
@@ -67,6 +70,11 @@ class AttentionKernel(Protocol):
     """
 
     plans_on_device: bool
+
+    @property
+    def shared_prefixes(self) -> SharedPrefixRule | None:
+        """What the kernel makes of prefixes that decodes have in common; None: nothing."""
+        ...
 
     def plan(self, layout: BatchLayout) -> None:
         """Prepare one step; called once before the layers run."""

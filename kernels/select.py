@@ -15,6 +15,9 @@ _HEAD_DIMS = (64, 128, 256)
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 # Query heads that share a key-value head: the rows of one tensor-core product.
 _MAX_GROUP = 16
+# With more of them no second decode fits into that product; with wider heads registers do not suffice.
+_MAX_SHARED_GROUP = 8
+_MAX_SHARED_DIM = 128
 
 
 class BackendUnavailable(Exception):
@@ -48,9 +51,11 @@ def select_decode_inputs(device: torch.device) -> DecodeInputs | None:
     return decode_inputs
 
 
-def select_attention(backend: str, shape: AttentionShape, device: torch.device, max_seqs: int) -> AttentionKernel:
-    """The attention kernel named by ``--attention-backend``, for steps of up to ``max_seqs`` sequences. Raises
-    ``BackendUnavailable``."""
+def select_attention(
+    backend: str, shape: AttentionShape, device: torch.device, max_seqs: int, *, reads_shared: bool = False
+) -> AttentionKernel:
+    """The attention kernel named by ``--attention-backend``, for steps of up to ``max_seqs`` sequences.
+    ``reads_shared``: it shall read shared prefixes once, if it can. Raises ``BackendUnavailable``."""
     fits = device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in _HEAD_DIMS
     if backend == "torch" or (backend == "auto" and not fits):
         return TorchAttention(shape, device)
@@ -60,10 +65,12 @@ def select_attention(backend: str, shape: AttentionShape, device: torch.device, 
             f"{', '.join(map(str, _HEAD_DIMS))} values; here are {device.type}, {shape.dtype} and {shape.head_dim}. "
             f"Use --attention-backend torch"
         )
-    return _cuda_attention(backend, shape, device, max_seqs)
+    return _cuda_attention(backend, shape, device, max_seqs, reads_shared)
 
 
-def _cuda_attention(backend: str, shape: AttentionShape, device: torch.device, max_seqs: int) -> AttentionKernel:
+def _cuda_attention(
+    backend: str, shape: AttentionShape, device: torch.device, max_seqs: int, reads_shared: bool
+) -> AttentionKernel:
     try:
         from radixserve.kernels.flashinfer_attention import FlashInferAttention
     except ImportError as error:
@@ -83,7 +90,11 @@ def _cuda_attention(backend: str, shape: AttentionShape, device: torch.device, m
         *heads, max_seqs, device, pdl=pdl, scale=shape.scale, softcap=shape.softcap, windows=shape.windows
     )
     unplanned = TritonExtendAttention(*heads, pdl=pdl, scale=shape.scale, softcap=shape.softcap)
-    return SplitAttention(decodes, chunks, unplanned)
+    if not reads_shared or decodes.group > _MAX_SHARED_GROUP or shape.head_dim > _MAX_SHARED_DIM:
+        return SplitAttention(decodes, chunks, unplanned)
+    from radixserve.kernels.triton_shared_attention import TritonSharedAttention
+
+    return SplitAttention(decodes, chunks, unplanned, TritonSharedAttention(decodes, max_seqs, device))
 
 
 def _has_pdl(device: torch.device) -> bool:

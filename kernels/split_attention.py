@@ -7,20 +7,32 @@ from torch import Tensor
 
 from radixserve.kernels.flashinfer_attention import FlashInferAttention
 from radixserve.kernels.interface import BatchLayout
+from radixserve.kernels.shared_prefix import SharedPrefixRule
 from radixserve.kernels.triton_attention import TritonDecodeAttention
 from radixserve.kernels.triton_extend import TritonExtendAttention
+from radixserve.kernels.triton_shared_attention import TritonSharedAttention
 
 
 class SplitAttention:
-    """``AttentionKernel``: decodes by ``decodes``, chunks by ``chunks``, or by ``unplanned_chunks`` where the step is
+    """``AttentionKernel``: decodes by ``decodes`` or, in layers without a window of steps whose layout names shared
+    prefixes, by ``shared``; chunks by ``chunks``, or by ``unplanned_chunks`` where the step is
     planned on the device, so that ``plan`` and ``run`` may be captured in a CUDA graph."""
 
     plans_on_device = True
 
     def __init__(
-        self, decodes: TritonDecodeAttention, chunks: FlashInferAttention, unplanned_chunks: TritonExtendAttention
+        self,
+        decodes: TritonDecodeAttention,
+        chunks: FlashInferAttention,
+        unplanned_chunks: TritonExtendAttention,
+        shared: TritonSharedAttention | None = None,
     ):
         self._decodes, self._chunks, self._unplanned_chunks = decodes, chunks, unplanned_chunks
+        self._shared = shared
+
+    @property
+    def shared_prefixes(self) -> SharedPrefixRule | None:
+        return None if self._shared is None else self._shared.rule
 
     def plan(self, layout: BatchLayout) -> None:
         self._layout = layout
@@ -28,13 +40,17 @@ class SplitAttention:
         self._on_host = len(layout.rows_host) > 0
         if layout.num_decodes:
             self._decodes.plan_decode(layout, layout.num_decodes)
+        if layout.shared is not None and self._shared is not None:
+            self._shared.plan_decode(layout, layout.shared, layout.num_decodes)
         if self._has_chunks and self._on_host:
             self._chunks.plan_from(layout, layout.num_decodes)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
         out = torch.empty_like(q)
         split = self._layout.num_decodes
-        if split:
+        if self._layout.shared is not None and self._shared is not None and window is None:
+            self._shared.run_decode(q[:split], k_cache, v_cache, out[:split])
+        elif split:
             self._decodes.run_decode(q[:split], k_cache, v_cache, out[:split], window)
         if self._has_chunks and self._on_host:
             self._chunks.run_into(q[split:], k_cache, v_cache, out[split:], window)

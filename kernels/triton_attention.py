@@ -94,6 +94,7 @@ class TritonDecodeAttention:
                 unit_starts,
                 slice_seqs,
                 num_seqs,
+                num_seqs,
                 self.num_slices,
                 UNIT=UNIT,
                 MIN_UNITS=self.tuning.min_slice_units,

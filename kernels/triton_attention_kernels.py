@@ -7,12 +7,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_outputs"])
 def cut_slices(
     kv_lens_ptr,  # int32 [num_seqs]
     unit_starts_ptr,  # int32 [num_seqs + 1] out: units before each sequence, then all of them
     slice_seqs_ptr,  # int32 [num_slices] out: the sequence in which each slice begins
     num_seqs,
+    num_outputs,  # the first so many sequences have an output of their own
     num_slices,
     UNIT: tl.constexpr,
     MIN_UNITS: tl.constexpr,
@@ -30,7 +31,8 @@ def cut_slices(
     if WINDOW:
         lens = tl.minimum(lens, WINDOW)
     # An empty sequence takes one unit, so that somebody writes its (zero) output.
-    units = tl.where(seq < num_seqs, tl.maximum((lens + UNIT - 1) // UNIT, 1), 0)
+    least = (seq < num_outputs).to(tl.int32)
+    units = tl.where(seq < num_seqs, tl.maximum((lens + UNIT - 1) // UNIT, least), 0)
     ends = tl.cumsum(units, 0)
     total = tl.sum(units, 0)
     if tl.program_id(0) == 0:
@@ -50,7 +52,7 @@ def _unseen(kv_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _attend(
+def attend(
     q,  # [ROWS, D]
     k_ptr,  # one KV head of the cache, [slots, D] with slot_stride
     v_ptr,
@@ -93,7 +95,7 @@ def _attend(
 
 
 @triton.jit
-def _prefetch_first_block(
+def prefetch_first_block(
     k_ptr,
     v_ptr,
     table_row_ptr,
@@ -211,7 +213,7 @@ def decode(
         # The plan may be read before the wait (see plan_decode); q and the newest keys may not.
         if PREFETCH and begin < end:
             first_kv_len = tl.load(kv_lens_ptr + seq)
-            _prefetch_first_block(
+            prefetch_first_block(
                 k_head_ptr,
                 v_head_ptr,
                 table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride,
@@ -231,7 +233,7 @@ def decode(
         stop = tl.minimum(end, seq_end)
         group = (seq.to(tl.int64) * KV_HEADS + head) * GROUP * D
         q = tl.load(q_ptr + group + spot, mask=(row < GROUP)[:, None], other=0.0)
-        acc, top, weight = _attend(
+        acc, top, weight = attend(
             q,
             k_head_ptr,
             v_head_ptr,

@@ -31,7 +31,7 @@ def build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltE
     harness = Harness()
     if sys.argv[2] == "deadlock":
         harness.runner.launch = hang  # type: ignore[method-assign]
-    return BuiltEngine(harness.runner, harness.cache, FakeGrammars(), 512, 50, (EOS,), 64, True, "a fake")
+    return BuiltEngine(harness.runner, harness.cache, FakeGrammars(), 512, 50, (EOS,), 64, True, False, "a fake")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from radixserve.engine.llm import LLM, Completion
 from radixserve.engine.sampling_params import SamplingParams
+from radixserve.kernels.interface import AttentionShape
+from radixserve.kernels.select import select_attention
+from radixserve.kernels.shared_prefix import PrefixGroups
 from radixserve.tests.engine import tiny_models
 
 pytestmark = pytest.mark.gpu
@@ -155,3 +159,25 @@ def test_request_with_non_finite_logits_fails_alone(tmp_path: Path, llama: Model
             bad, *good = llm.generate([[5, poison, 6] * 20, *healthy], greedy())
             assert bad.finish_reason == "error" and bad.error is not None and "finite" in bad.error
             llama.check([completion for completion in good if poison not in completion.token_ids])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"enforce_eager": True, "max_num_batched_tokens": 1024}, {"page_size": 1}], ids=str
+)
+def test_reading_shared_prefixes_once_changes_no_answer(llama: Model, options: dict[str, Any]) -> None:
+    """Enough requests with a long enough prefix that it pays; two groups, and some who share nothing."""
+    shape = AttentionShape(4, 2, 128, 16, torch.bfloat16)
+    rule = select_attention("auto", shape, torch.device("cuda"), 64, reads_shared=True).shared_prefixes
+    assert rule is not None and rule.pays(
+        PrefixGroups(*(np.array(v, np.int32) for v in (range(56), (0, 56), (384,)))), 0
+    )
+    bases = [tiny_models.random_ids(400, seed=seed) for seed in (7, 8)]
+    prompts = [bases[i % 8 == 0] + tiny_models.random_ids(1 + i, seed=100 + i) for i in range(64)]
+    prompts += [tiny_models.random_ids(50, seed=200 + i) for i in range(4)]
+    with llama.open(max_num_seqs=72, num_pages=65536 // options.get("page_size", 16), **options) as llm:
+        found = llm.generate(prompts, greedy())
+        llama.check(found[:20] + found[-4:])
+    with llama.open(shared_prefix_attention="off", max_num_seqs=72, num_pages=4096) as llm:
+        expected = llm.generate(prompts, greedy())
+    same = [a.token_ids == b.token_ids for a, b in zip(found, expected, strict=True)]
+    assert sum(same) > MOST * len(same)  # rounding decides between near ties

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.engine.graphs import DecodeGraphs, graph_batch_sizes, mixed_token_counts
+from radixserve.engine.graphs import DecodeGraphs, graph_batch_sizes, mixed_token_counts, shared_batch_sizes
+from radixserve.kernels.shared_prefix import NO_GROUPS, PrefixGroups, SharedTiles
 
 PAGE_SIZE, MAX_ROWS, COLUMNS, LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, VOCAB = 16, 12, 8, 3, 8, 4, 64, 256, 1000
 BF16 = torch.bfloat16
@@ -24,6 +25,12 @@ def test_mixed_graphs_reach_to_the_longest_step_or_to_where_they_stop_paying() -
     assert mixed_token_counts(20) == [20]
     assert mixed_token_counts(48) == [32, 48]
     assert mixed_token_counts(8192)[-1] == mixed_token_counts(2048)[-1] == 2048
+
+
+def test_few_graphs_for_shared_prefixes_cover_every_batch() -> None:
+    assert shared_batch_sizes(graph_batch_sizes(3)) == [3]
+    sizes = shared_batch_sizes(graph_batch_sizes(300))
+    assert sizes[:4] == [8, 16, 32, 64] and sizes[-1] == 300 and len(sizes) < len(graph_batch_sizes(300)) / 2
 
 
 class TinyModel:
@@ -49,23 +56,34 @@ def make_caches(device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(*shape, device=device, generator=generator).to(BF16) for _ in range(LAYERS)]
 
 
+def one_group(num_seqs: int, shared_len: int) -> PrefixGroups:
+    """Of all decodes, if they share something."""
+    if not shared_len or num_seqs < 2:
+        return NO_GROUPS
+    return PrefixGroups(*(np.array(values, np.int32) for values in (range(num_seqs), (0, num_seqs), (shared_len,))))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -> None:
+@pytest.mark.parametrize("num_shared", [0, 3])  # pages with which all rows begin
+def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing(num_shared: int) -> None:
     from radixserve.kernels.cuda_ops import CudaOps
     from radixserve.kernels.interface import AttentionShape, BatchLayout
     from radixserve.kernels.torch_attention import TorchAttention
     from radixserve.kernels.torch_ops import TorchOps
     from radixserve.kernels.triton_attention import TritonDecodeAttention
     from radixserve.kernels.triton_sampling import sample
+    from radixserve.kernels.triton_shared_attention import TritonSharedAttention
     from radixserve.kernels.triton_step import decode_inputs
 
     device = torch.device("cuda")
     model, ops = TinyModel(device), CudaOps(pdl=True)
     rng = np.random.default_rng(3)
     table_host = rng.permutation(MAX_ROWS * COLUMNS).astype(np.int32).reshape(MAX_ROWS, COLUMNS)
+    table_host[:, :num_shared] = table_host[0, :num_shared]
     table = torch.from_numpy(table_host).to(device)
     attention = TritonDecodeAttention(HEADS, KV_HEADS, DIM, MAX_ROWS, device)
+    sharing = TritonSharedAttention(attention, MAX_ROWS, device)
     last_tokens = torch.zeros(MAX_ROWS + 1, dtype=torch.int64, device=device)
     greedy = torch.tensor([[0.0, 1.0, 0.0]] * (MAX_ROWS + 1), device=device)
     seeds_top_ks = torch.full((MAX_ROWS + 1, 2), VOCAB, device=device)
@@ -76,9 +94,11 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=device)
         return BatchLayout(len(rows), PAGE_SIZE, rows, kv_lens, starts, table, empty, empty, empty, table_host)
 
-    def decode(rows: torch.Tensor, kv_lens: torch.Tensor) -> torch.Tensor:
+    def decode(rows: torch.Tensor, kv_lens: torch.Tensor, shared: SharedTiles | None) -> torch.Tensor:
         ids, positions, slots = decode_inputs(rows, kv_lens, table, last_tokens, PAGE_SIZE)
         attention.plan_decode(layout_of(rows, kv_lens), len(rows))
+        if shared is not None:
+            sharing.plan_decode(layout_of(rows, kv_lens), shared, len(rows))
         x, pending = torch.nn.functional.embedding(ids, model.embedding), None
         for cache, qkv_weight, out_weight in zip(caches, model.qkv, model.out, strict=True):
             x, qkv = ops.project(x, pending, model.norm, 1e-6, qkv_weight)
@@ -86,7 +106,7 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -
                 qkv, positions, model.cos_sin, slots, cache[0], cache[1], model.norm[:DIM], model.norm[:DIM], 1e-6
             )
             attended = torch.empty_like(q)
-            attention.run_decode(q, cache[0], cache[1], attended)
+            (attention if shared is None else sharing).run_decode(q, cache[0], cache[1], attended)
             x, pending = ops.add_linear(x, attended.flatten(1), out_weight)
         normed = (
             ops.rms_norm(x, model.norm, 1e-6) if pending is None else ops.add_rms_norm(pending, x, model.norm, 1e-6)[0]
@@ -128,7 +148,7 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -
             x = x + torch.nn.functional.linear(oracle.run(q, cache[0], cache[1]).flatten(1), out_weight)
         return plain.logits(plain.rms_norm(x, model.norm, 1e-6), model.embedding)
 
-    graphs = DecodeGraphs(decode, [1, 4, 12], MAX_ROWS, device)
+    graphs = DecodeGraphs(decode, [1, 4, 12], MAX_ROWS, device, sharing.rule.tile_members if num_shared else None)
     assert not graphs.fits(1)
     graphs.capture(torch.cuda.graph_pool_handle(), lambda share: None)
     assert graphs.fits(12) and not graphs.fits(13) and not graphs.fits(0)
@@ -136,10 +156,10 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing() -
         assert torch.equal(fast, slow)
     for num_seqs in (1, 3, 4, 9, 12):
         rows = rng.permutation(MAX_ROWS)[:num_seqs].astype(np.int32)
-        lens = rng.integers(1, PAGE_SIZE * COLUMNS, num_seqs).astype(np.int32)
+        lens = rng.integers(num_shared * PAGE_SIZE + 1, PAGE_SIZE * COLUMNS, num_seqs).astype(np.int32)
         before = last_tokens.clone()
         expected = logits_of(before[torch.from_numpy(rows).long().to(device)], rows, lens)
-        tokens, failed = graphs.replay(rows, lens)[:, :num_seqs].long()
+        tokens, failed = graphs.replay(rows, lens, one_group(num_seqs, num_shared * PAGE_SIZE))[:, :num_seqs].long()
         assert not failed.any()
         # Rounding may decide between near ties.
         chosen = expected.gather(1, tokens[:, None])[:, 0]
