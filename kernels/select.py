@@ -58,7 +58,7 @@ def select_attention(
     ``reads_shared``: it shall read shared prefixes once, if it can. Raises ``BackendUnavailable``."""
     fits = device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in _HEAD_DIMS
     if backend == "torch" or (backend == "auto" and not fits):
-        return TorchAttention(shape, device)
+        return TorchAttention(shape, device, reads_shared=reads_shared)
     if not fits:
         raise BackendUnavailable(
             f"attention backend {backend!r} needs a CUDA device, bfloat16 or float16, and heads of "

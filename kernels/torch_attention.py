@@ -4,6 +4,9 @@ Each sequence gathers its keys and values once a layer and attends with torch's 
 heads and shares key-value heads without copies. Short decodes of similar length share a call, because a call costs more
 than their work; long ones are faster one by one, while what they gathered is still in the processor's cache. Which way
 a decode goes depends on its own length alone, so its result depends neither on its batch nor on the page size.
+
+Unless it shares a prefix with others and the layout says so: then all of them attend to that in one call, each to the
+rest of its own tokens as above, and the two are joined by their log-sums (Hydragen, arXiv 2402.05099).
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.shared_prefix import SharedPrefixRule, SharedTiles
 
 # Measured on a CPU, see benchmarks/notes/cpu_runner.md; in tokens.
 _LONGEST_SHARED = 128
 _SHARED_STEP = 32  # lengths that share a call are rounded up to multiples of it
 _GATHERED_AT_ONCE = 1024
+_SHARED_PREFIXES = SharedPrefixRule(tile_members=64, min_saved_tokens=512, min_saved_share=0.25)
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """n decodes of one padded length L; ``queries`` are their places in T."""
+    """n decodes of one padded length L, or one tile of decodes with a prefix of L tokens (then n is 1); ``queries`` are
+    the decodes' places in T."""
 
     queries: Tensor | slice
     slots: Tensor  # int64 [n * L]
@@ -49,6 +55,7 @@ class _Plan:
     """A step of the layers of one window."""
 
     decodes: list[_DecodeGroup]
+    tiles: list[_DecodeGroup]
     chunks: list[_Chunk]
 
 
@@ -57,9 +64,11 @@ class TorchAttention:
     window of the layers."""
 
     plans_on_device = False
-    shared_prefixes = None
 
-    def __init__(self, shape: AttentionShape, device: torch.device):
+    def __init__(self, shape: AttentionShape, device: torch.device, *, reads_shared: bool = False):
+        # torch tells the log-sums on the CPU only, and not for capped scores.
+        can_share = reads_shared and device.type == "cpu" and shape.softcap is None
+        self.shared_prefixes = _SHARED_PREFIXES if can_share else None
         self._shape = shape
         self._device = device
         self._plans: dict[int | None, _Plan] = {}
@@ -68,20 +77,36 @@ class TorchAttention:
         chunks = range(layout.num_decodes, len(layout.rows_host))
         for window in self._shape.windows:
             planned = [self._plan_chunk(layout, sequence, window) for sequence in chunks]
-            self._plans[window] = _Plan(self._plan_decodes(layout, window), planned)
+            kv_lens, tiles = layout.kv_lens_host[: layout.num_decodes], []
+            seen = kv_lens if window is None else np.minimum(kv_lens, window)
+            if layout.shared is not None and window is None:
+                seen, tiles = layout.shared.lens[: len(kv_lens)].numpy(), self._plan_tiles(layout, layout.shared)
+            self._plans[window] = _Plan(self._plan_decodes(layout, seen), tiles, planned)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
         keys, values = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in self._plans[window].decodes:
-            out[group.queries] = self._decode(group, q[group.queries], keys, values)
-        for chunk in self._plans[window].chunks:
+        plan = self._plans[window]
+        if plan.tiles:
+            self._decode_shared(plan, q, keys, values, out)
+        else:
+            for group in plan.decodes:
+                out[group.queries] = self._decode(group, q[group.queries], keys, values)
+        for chunk in plan.chunks:
             out[chunk.first : chunk.last] = self._prefill(chunk, q[chunk.first : chunk.last], keys, values)
         return out
 
-    def _plan_decodes(self, layout: BatchLayout, window: int | None) -> list[_DecodeGroup]:
-        kv_lens = layout.kv_lens_host[: layout.num_decodes]
-        lens = kv_lens if window is None else np.minimum(kv_lens, window)  # of what is seen
+    def _plan_tiles(self, layout: BatchLayout, shared: SharedTiles) -> list[_DecodeGroup]:
+        lens = shared.lens[layout.num_decodes :].tolist()
+        tiles = []
+        for tile in range(len(lens) - lens.count(0)):
+            decodes = shared.members[tile][shared.members[tile] >= 0].long()
+            slots = _slots(layout, layout.rows_host[int(decodes[0])], np.arange(lens[tile]))
+            tiles.append(_DecodeGroup(decodes, self._to_device(slots), mask=None, num_sequences=1))
+        return tiles
+
+    def _plan_decodes(self, layout: BatchLayout, lens: NDArray[np.int32]) -> list[_DecodeGroup]:
+        """``lens`` [num_decodes]: the last tokens of each decode that it sees."""
         groups = [self._plan_long(layout, int(s), int(lens[s])) for s in np.flatnonzero(lens > _LONGEST_SHARED)]
         padded_lens = -(-lens // _SHARED_STEP) * _SHARED_STEP
         for length in range(_SHARED_STEP, _LONGEST_SHARED + 1, _SHARED_STEP):
@@ -131,9 +156,41 @@ class TorchAttention:
     def _decode(self, group: _DecodeGroup, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Query heads that share a key-value head stand in for the query positions of one head."""
         n, shape = group.num_sequences, self._shape
-        k, v = (kv.index_select(0, group.slots).view(n, -1, *kv.shape[1:]).transpose(1, 2) for kv in (keys, values))
         grouped = q.reshape(n, shape.num_kv_heads, -1, shape.head_dim)
+        k, v = self._gather(group, keys), self._gather(group, values)
         return self._attend(grouped, k, v, group.mask).reshape(q.shape)
+
+    def _decode_shared(self, plan: _Plan, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """The decodes of a plan with tiles, into ``out``."""
+        kv_heads, dim = keys.shape[1:]
+        lse = torch.empty(q.shape[:2])
+        for group in plan.decodes:
+            grouped = q[group.queries].reshape(group.num_sequences, kv_heads, -1, dim)
+            own, own_lse = self._attend_with_lse(grouped, group, keys, values)
+            out[group.queries], lse[group.queries] = own.reshape(-1, *q.shape[1:]), own_lse.reshape(-1, q.shape[1])
+        for tile in plan.tiles:
+            # Of all members the query heads that share a key-value head: [1, kv_heads, members * group, D].
+            members = q[tile.queries].view(-1, kv_heads, q.shape[1] // kv_heads, dim)
+            stacked = members.transpose(0, 1).reshape(1, kv_heads, -1, dim)
+            prefix, prefix_lse = self._attend_with_lse(stacked, tile, keys, values)
+            prefix = prefix.view(kv_heads, *members.shape[:1], -1, dim).transpose(0, 1).reshape(-1, *q.shape[1:])
+            prefix_lse = prefix_lse.view(kv_heads, len(members), -1).transpose(0, 1).reshape(-1, q.shape[1])
+            weight = torch.sigmoid(prefix_lse - lse[tile.queries])[..., None]
+            out[tile.queries] = torch.lerp(out[tile.queries].float(), prefix.float(), weight).to(out.dtype)
+
+    def _attend_with_lse(self, q: Tensor, group: _DecodeGroup, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of q [n, kv_heads, Q, D], and the logarithms of its sums of exponentials [n, kv_heads, Q], fp32. It
+        is what torch's fused attention does on the CPU, but that keeps these to itself."""
+        k, v = self._gather(group, keys), self._gather(group, values)
+        mask, scale = group.mask, self._shape.scale
+        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale
+        )
+        return found
+
+    def _gather(self, group: _DecodeGroup, cache: Tensor) -> Tensor:
+        """[n, kv_heads, L, D] of a cache [slots, kv_heads, D]."""
+        return cache.index_select(0, group.slots).view(group.num_sequences, -1, *cache.shape[1:]).transpose(1, 2)
 
     def _prefill(self, chunk: _Chunk, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         k, v = (kv.index_select(0, chunk.slots).transpose(0, 1)[None] for kv in (keys, values))

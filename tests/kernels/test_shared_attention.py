@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels.interface import BatchLayout
+from radixserve.kernels.interface import AttentionShape, BatchLayout
 from radixserve.kernels.shared_prefix import PrefixGroups, SharedPrefixRule, pack_tiles, packed_size, unpack_tiles
+from radixserve.kernels.torch_attention import TorchAttention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -38,7 +39,15 @@ class Case:
     num_pages: int
 
     @classmethod
-    def make(cls, groups: list[tuple[int, int]], singles: int, page_size: int, padding: int = 0, seed: int = 0) -> Case:
+    def make(
+        cls,
+        groups: list[tuple[int, int]],
+        singles: int,
+        page_size: int,
+        padding: int = 0,
+        seed: int = 0,
+        device: torch.device = DEVICE,
+    ) -> Case:
         rng = np.random.default_rng(seed)
         sizes = [size for size, _ in groups]
         count = sum(sizes) + singles
@@ -54,7 +63,7 @@ class Case:
             table[rows[part], : length // page_size] = table[rows[part[0]], : length // page_size]
         padded = [np.pad(array, (0, padding)).astype(np.int32) for array in (rows, lens)]
         arrays = (*padded, np.arange(count + padding + 1, dtype=np.int32), table)
-        layout = BatchLayout(count + padding, page_size, *(torch.from_numpy(a).to(DEVICE) for a in arrays), *arrays)
+        layout = BatchLayout(count + padding, page_size, *(torch.from_numpy(a).to(device) for a in arrays), *arrays)
         starts = np.cumsum([0, *sizes]).astype(np.int32)
         found = PrefixGroups(
             np.concatenate([np.zeros(0, np.int32), *parts]), starts, np.array([n for _, n in groups], np.int32)
@@ -110,6 +119,29 @@ def test_reading_once_must_save_enough_tokens_and_a_share_of_all() -> None:
     assert SharedPrefixRule(8, saved, 0.5).pays(groups, 2 * saved)
     assert not SharedPrefixRule(8, saved + 1, 0.5).pays(groups, 2 * saved)
     assert not SharedPrefixRule(8, saved, 0.5).pays(groups, 2 * saved + 2)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "dtype"), [(9, 3, 64, "float32"), (8, 1, 128, "bfloat16")])
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_plain_torch_reads_prefixes_once_and_gives_the_same(
+    groups: list[tuple[int, int]], q_heads: int, kv_heads: int, dim: int, dtype: str, page_size: int
+) -> None:
+    cpu, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
+    case = Case.make(groups, singles=3, page_size=page_size, seed=len(groups) + page_size, device=cpu)
+    k_cache, v_cache = (torch.randn(case.num_pages, page_size, kv_heads, dim).to(torch_dtype) for _ in range(2))
+    q = torch.randn(case.layout.num_decodes, q_heads, dim).to(torch_dtype)
+    shape = AttentionShape(q_heads, kv_heads, dim, page_size, torch_dtype, scale=0.2, windows=(None, 40))
+    kernel = TorchAttention(shape, cpu, reads_shared=True)
+    assert kernel.shared_prefixes is not None
+    members = kernel.shared_prefixes.tile_members
+    kernel.plan(case.layout)
+    alone = [kernel.run(q, k_cache, v_cache, window).float() for window in shape.windows]
+    num_seqs = case.layout.num_decodes
+    kernel.plan(replace(case.layout, shared=unpack_tiles(torch.from_numpy(case.packed(members)), num_seqs, members)))
+    together = [kernel.run(q, k_cache, v_cache, window).float() for window in shape.windows]
+    assert float((together[0] - alone[0]).norm() / alone[0].norm()) < (1e-6 if dtype == "float32" else 1e-2)
+    assert torch.equal(together[1], alone[1])  # windows go on as before
 
 
 @pytest.mark.gpu
