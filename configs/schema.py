@@ -109,6 +109,8 @@ class ServerOptions(OptionGroup):
     )
     cors_allow_origins: tuple[str, ...] = Field((), description="Origins that browsers may call from; * for all")
     max_body_mb: float = Field(32.0, gt=0, description="Largest request body, in MiB")
+    max_connections: int = Field(16_384, ge=1, description="Open connections of a worker; one more is answered 503")
+    request_timeout: float = Field(60.0, gt=0, description="Seconds a client may take to send a request; then 408")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM")
     health_timeout: float = Field(10.0, gt=0, description="Seconds of engine silence after which /health says 503")
     watchdog_timeout: float = Field(
@@ -116,6 +118,10 @@ class ServerOptions(OptionGroup):
     )
     stream_interval: int = Field(1, ge=1, description="Tokens between two streamed chunks")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 2**20)
 
 
 # In the order of help and documentation.

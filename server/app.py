@@ -65,7 +65,7 @@ def build_app(
     # First of all routes, in this order, and not included as routers, which are asked twice for each request.
     app.router.routes[:0] = [r for part in (generate, text, models, operation, metrics) for r in part.router.routes]
     # The last one added is the outermost.
-    app.add_middleware(Gate, keys=read_api_keys(config), max_body_bytes=int(config.max_body_mb * 2**20))
+    app.add_middleware(Gate, keys=read_api_keys(config), max_body_bytes=config.max_body_bytes)
     if config.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -11,7 +11,8 @@ import asyncio
 
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from radixserve.server.limits import LimitedProtocol
 
 _EXTENSION = "radixserve.chunks"
 
@@ -33,7 +34,7 @@ class ChunkWriter:
         self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-class Connection(HttpToolsProtocol):
+class Connection(LimitedProtocol):
     """Tells of each request's scope how to write its chunks."""
 
     def on_message_begin(self) -> None:

@@ -7,21 +7,27 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
+from radixserve.configs.schema import ServeConfig
 from radixserve.engine import lifeline
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.logs import log_to_stderr
 from radixserve.server.app import build_app
 from radixserve.server.connection import Connection
 from radixserve.server.frontend import Frontend
+from radixserve.server.limits import ConnectionLimits
 
 # Longer than what load balancers keep connections for, so that they close first.
 _KEEP_ALIVE_S = 75
+# Kept free for sockets and files that are no connections.
+_OTHER_FILES = 256
 # What is still open this long after the drain is cut.
 _LAST_SECONDS = 1
 # Requests leave few cycles behind: Python's own figures (700, 10, 10) made a quarter of a short request's cost.
@@ -54,7 +60,7 @@ def main() -> int:
         uvicorn.Config(
             app,
             loop="uvloop",
-            http=Connection,
+            http=partial(Connection, limits=_limits(config)),  # type: ignore[arg-type]  # called like the class
             ws="none",
             lifespan="on",
             log_config=None,
@@ -72,6 +78,16 @@ def main() -> int:
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, listener, frontend))
     return lifeline.EXIT_HOPELESS if frontend.failed.is_set() else 0
+
+
+def _limits(config: ServeConfig) -> ConnectionLimits:
+    """Those of the configuration, within the files that the system lets us open."""
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConnectionLimits(
+        max_connections=max(1, min(config.max_connections, open_files - _OTHER_FILES)),
+        max_body_bytes=config.max_body_bytes,
+        request_s=config.request_timeout,
+    )
 
 
 async def _serve(server: _Server, listener: socket.socket, frontend: Frontend) -> None:

@@ -11,13 +11,11 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.model_files import read_json
+from radixserve.engine.text.sandbox import MAX_RENDERED_CHARS, Sandbox, with_deadline
 
-# A template that writes more than this has run away; the longest contexts are far shorter.
-MAX_RENDERED_CHARS = 64 * 2**20
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 # Marks the end of a message that the model shall continue. A private-use character that no one types; followed by
 # a space, so that it can be seen whether the template trims its messages.
@@ -34,7 +32,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: str, tool_use: str | None = None):
         self.source = source
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         environment.filters["tojson"] = _to_json
         self._special_tokens = dict(special_tokens)
@@ -66,10 +64,8 @@ class ChatTemplate:
             messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK + " "}]
         template = self._tool_use if tools else self._default
         try:
-            pieces = template.generate(
-                messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **variables
-            )
-            text = _join(pieces)
+            variables |= {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+            text = _join(template.generate(with_deadline(variables)))
         except _Refusal as error:
             raise InvalidRequest(str(error), param="messages") from error
         except InvalidRequest:
@@ -150,21 +146,6 @@ def _cut_at_mark(text: str) -> str:
             param="continue_final_message",
         )
     return before if after.startswith(" ") else before.rstrip()
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """No attribute tricks, no changes to what is passed in, and no huge strings out of a small template."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise TemplateError("chat templates must not use **")
-        for sequence, count in ((left, right), (right, left)):
-            is_sequence = isinstance(sequence, str | list | tuple) and isinstance(count, int)
-            if is_sequence and len(sequence) * count > MAX_RENDERED_CHARS:
-                raise TemplateError("the rendered chat template is too long")
-        return super().call_binop(context, operator, left, right)
 
 
 class _GenerationTag(Extension):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.server.app import build_app
 from radixserve.server.connection import Connection
 from radixserve.server.frontend import Frontend
+from radixserve.server.limits import ConnectionLimits
 from radixserve.tests.server.byte_model import write_byte_model
 from radixserve.tests.server.fake_engine import FakeEngine, running_engine
 
@@ -50,7 +52,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 @contextlib.contextmanager
 def running_frontend(
-    config: ServeConfig, engine_address: str, protocol: type[asyncio.Protocol] = Connection
+    config: ServeConfig,
+    engine_address: str,
+    protocol: Callable[..., asyncio.Protocol] = partial(Connection, limits=ConnectionLimits()),  # noqa: B008
 ) -> Iterator[tuple[str, Frontend]]:
     app = build_app(config, engine_address)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -68,7 +72,9 @@ def running_frontend(
 
 
 @contextlib.contextmanager
-def running_service(folder: Path, *, phase: str = "ready", wait: bool = True, **options: Any) -> Iterator[Service]:
+def running_service(
+    folder: Path, *, phase: str = "ready", wait: bool = True, limits: ConnectionLimits | None = None, **options: Any
+) -> Iterator[Service]:
     """``options`` of ``ServeConfig``; the model is the byte model unless they name another."""
     options.setdefault("load_format", "dummy")
     options.setdefault("served_model_name", ("tiny",))
@@ -76,7 +82,8 @@ def running_service(folder: Path, *, phase: str = "ready", wait: bool = True, **
     address = f"ipc://{folder}/engine"
     with running_engine(address, phase) as engine:
         config = ServeConfig(model=model, **options)
-        with running_frontend(config, address) as (url, frontend):
+        protocol = partial(Connection, limits=limits or ConnectionLimits())
+        with running_frontend(config, address, protocol) as (url, frontend):
             if wait:
                 wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
             yield Service(url, engine, frontend)

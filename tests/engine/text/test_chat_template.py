@@ -1,12 +1,13 @@
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixserve.engine.errors import InvalidRequest, ModelError
-from radixserve.engine.text import chat_template
+from radixserve.engine.text import chat_template, sandbox
 from radixserve.engine.text.chat_template import (
     ChatTemplate,
     template_from_config,
@@ -168,3 +169,46 @@ def test_template_files_are_jinja_or_json(tmp_path: Path):
         template_from_file(tmp_path / "empty.json", SPECIAL)
     with pytest.raises(ModelError, match=re.escape("absent.jinja")):
         template_from_file(tmp_path / "absent.jinja", SPECIAL)
+
+
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for m in [[1]] recursive %}{{ loop([m, m]) }}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for a in range(90) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for a in range(90) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for a in range(90) %}{% set ns.x = ns.x.replace('b', ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for a in range(90) %}{% set ns.x = ns.x|replace('b', ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x=['ab']) %}{% for a in range(90) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{{ 'x' * 999999999 }}",
+    "{{ 'x'.ljust(999999999) }}",
+    "{{ 'x'|center(999999999) }}",
+    "{{ '{:>999999999}'.format(1) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (999999999, 1) }}",
+    "{{ '%999999999d'|format(1) }}",
+    "{{ [1]|batch(999999999, 'x')|list }}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_that_would_never_end_or_fill_the_memory_is_stopped(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "MAX_RENDER_S", 0.2)
+    before_s = time.process_time()
+    with pytest.raises(InvalidRequest):
+        compiled(source).render(CONVERSATIONS[0])
+    assert time.process_time() - before_s < 5
+
+
+def test_limits_leave_honest_templates_alone() -> None:
+    source = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
+        "{{ 'a' ~ 1 ~ none }}{{ '%s-%d' % ('x', 3) }}{{ '%s'|format('y') }}{{ 'x'|center(3) }}"
+        "{{ 'aXa'|replace('X', '-') }}"
+        "{{ {'n': 1700000000}|tojson }}{{ 'a b'.replace(' ', '_').ljust(5) }}|{{ [1, 2, 3]|batch(2)|list }}"
+        "{% for k, v in {'p': 1}.items() %}{{ k }}={{ v }}{% endfor %}{% for x in nothing %}{% else %}none{% endfor %}"
+    )
+    text = compiled(source).render([{"role": "user", "content": "a"}] * 3)
+    assert text == '1/3,2/3,3/3a1Nonex-3y x a-a{"n": 1700000000}a_b  |[[1, 2], [3]]p=1none'
