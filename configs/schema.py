@@ -102,7 +102,9 @@ class ServerOptions(OptionGroup):
 
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
-    api_workers: int = Field(1, ge=1, description="Frontend processes behind the port")
+    api_workers: int | None = Field(
+        None, ge=1, description="Frontend processes behind the port (default: one, or up to four beside a GPU)"
+    )
     api_key: tuple[Secret, ...] = Field((), description="Keys that clients must send as a bearer token")
     api_key_file: str | None = Field(
         None, description="File of more keys, a line each: KEY, or KEY NAME, or KEY NAME WEIGHT"

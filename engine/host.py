@@ -17,6 +17,11 @@ def usable_cores() -> int:
     return max(1, min([affinity, *map(math.ceil, quotas)]))
 
 
+def has_gpu() -> bool:
+    """Whether the kernel shows an NVIDIA device; found without a driver call, which takes its time."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
 def available_memory() -> int:
     """Bytes that can be taken without swapping and without reaching a control group's limit."""
     rooms = [room for group in _groups("memory") if (room := _memory_room(group)) is not None]

@@ -79,7 +79,7 @@ class Frontend:
 
     async def _publish(self) -> None:
         """Let the other workers know our numbers, if there are any."""
-        while self.config.api_workers > 1:
+        while self.config.api_workers != 1:
             await asyncio.sleep(_PUBLISH_S)
             self.worker_numbers.publish()
 

@@ -1,9 +1,11 @@
-"""The listening socket: bound once, before anything is loaded, and shared by all workers."""
+"""The listening sockets: bound once, before anything is loaded."""
 
 from __future__ import annotations
 
 import errno
 import socket
+import sys
+from typing import Any
 
 from radixserve.engine.errors import ConfigError
 
@@ -19,15 +21,36 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host {host} is no address of this machine: {error.strerror}") from error
-    listener = socket.socket(family, kind, protocol)
-    # Connections of an earlier server that are still closing must not keep the port from us.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        # Connections of an earlier server that are still closing must not keep the port from us.
+        return _listener(socket.socket(family, kind, protocol), socket.SO_REUSEADDR, address)
+    except OSError as error:
+        raise ConfigError(_explain(error, host, port)) from error
+
+
+def listen_side_by_side(host: str, port: int, count: int) -> list[socket.socket]:
+    """``count`` sockets on one port, one for each worker: the kernel spreads connections evenly over them. Workers that
+    accept from one socket do not: whichever wakes first takes all that wait. Raises ``ConfigError``."""
+    first = listen(host, port)
+    if count == 1 or sys.platform != "linux":  # elsewhere the last socket may get everything
+        return [first, *(first.dup() for _ in range(count - 1))]
+    # It has shown that the port is free: sockets with SO_REUSEPORT would also join those of another server of ours.
+    family, address = first.family, first.getsockname()
+    first.close()
+    try:
+        return [_listener(socket.socket(family), socket.SO_REUSEPORT, address) for _ in range(count)]
+    except OSError as error:
+        raise ConfigError(_explain(error, host, address[1])) from error
+
+
+def _listener(listener: socket.socket, option: int, address: Any) -> socket.socket:
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise ConfigError(_explain(error, host, port)) from error
+        raise
     return listener
 
 

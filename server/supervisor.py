@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine.host import has_gpu, usable_cores
 from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE, URL_VARIABLE
 from radixserve.server.children import STOP_SIGNALS, Child, ChildSpec, RestartPolicy, describe_exit
-from radixserve.server.listening import listen, url_of
+from radixserve.server.listening import listen_side_by_side, url_of
 from radixserve.server.runtime_folder import runtime_folder
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ EXIT_FAILED = 1
 _DRAIN_MARGIN_S = 5.0
 # From the end of the lifeline to SIGKILL. A child leaves at once unless a C call holds its interpreter.
 _LEAVE_S = 3.0
+# Frontend processes by default, on the host of a GPU: one for so many cores, but not more than that.
+_CORES_PER_WORKER, _MOST_WORKERS = 4, 4
 # Signals that come as close as this are one: `make` and the terminal may both pass on the same Ctrl-C.
 _SAME_SIGNAL_S = 0.5
 _STDOUT_FD, _STDERR_FD = 1, 2
@@ -50,16 +53,30 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
     """Serve until a signal or a failure; returns the exit status. Raises ``ConfigError`` when the port is not ours."""
     _open_standard_streams()
     _raise_file_limit()
-    with listen(config.host, config.port) as listener, runtime_folder() as folder, _signal_pipe() as signals:
-        _say(f"radixserve listens on {url_of(listener)} and loads {config.model}; Ctrl-C stops it")
-        environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock", URL_VARIABLE: url_of(listener)}
+    num_workers = config.api_workers or default_api_workers(config, usable_cores(), gpu=has_gpu())
+    config = config.model_copy(update={"api_workers": num_workers})
+    with contextlib.ExitStack() as listening, runtime_folder() as folder, _signal_pipe() as signals:
+        listeners = listen_side_by_side(config.host, config.port, num_workers)
+        for listener in listeners:
+            listening.enter_context(listener)
+        url = url_of(listeners[0])
+        _say(f"radixserve listens on {url} and loads {config.model}; Ctrl-C stops it")
+        environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock", URL_VARIABLE: url}
         engine = Child(ChildSpec("engine", commands.engine, environment))
-        fd = listener.fileno()
         workers = [
             Child(ChildSpec(f"worker {index}", commands.worker, {**environment, LISTEN_FD_VARIABLE: str(fd)}, (fd,)))
-            for index in range(config.api_workers)
+            for index, fd in enumerate(listener.fileno() for listener in listeners)
         ]
-        return Supervisor(config, policy, engine, workers, listener, signals).run()
+        return Supervisor(config, policy, engine, workers, listeners, signals).run()
+
+
+def default_api_workers(config: ServeConfig, num_cores: int, *, gpu: bool) -> int:
+    """A GPU's thousands of tokens a second are shared by several frontends, so that no client waits for the text of all
+    others, and the engine's processes keep a core each. On a CPU the model needs the cores, and one is plenty."""
+    if config.device == "cpu" or not gpu:
+        return 1
+    free_cores = num_cores + 1 - config.tensor_parallel_size
+    return max(1, min(_MOST_WORKERS, free_cores // _CORES_PER_WORKER))
 
 
 def _open_standard_streams() -> None:
@@ -113,7 +130,7 @@ class Supervisor:
         policy: RestartPolicy,
         engine: Child,
         workers: list[Child],
-        listener: socket.socket,
+        listeners: list[socket.socket],
         signals: socket.socket,
     ) -> None:
         self._config = config
@@ -121,7 +138,7 @@ class Supervisor:
         self._engine = engine
         self._workers = workers
         self._children = [engine, *workers]
-        self._listener = listener
+        self._listeners = listeners
         self._signals = signals
         self._first_stop_at: float | None = None
         self._exit_status: int | None = None  # set when the end is decided
@@ -171,7 +188,8 @@ class Supervisor:
         logger.info(
             "stopping: running requests get %g s to finish; a second signal stops at once", self._config.drain_timeout
         )
-        self._listener.close()  # with the workers' copies closed too, new connections are refused
+        for listener in self._listeners:
+            listener.close()  # with the workers' copies closed too, new connections are refused
         for worker in self._workers:
             worker.restart_at = None
             worker.send(f"drain {self._config.drain_timeout}")
