@@ -43,7 +43,9 @@ class ModelOptions(OptionGroup):
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="auto: sampling defaults come from the model's generation_config.json"
     )
-    max_model_len: int | None = Field(None, ge=1, description="Context length in tokens (default: the model's own)")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Context length in tokens, prompt and answer (default: the model's own)"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of weights and KV")
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = Field(
         "auto", description="Weights to read where a folder has both kinds; dummy: random ones, for benchmarks"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,10 +24,10 @@ from radixserve.engine.loading import explained_lack_of_memory
 from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.pipeline import StepPipeline
+from radixserve.engine.progress import shown_progress
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.detokenizer import StopStringMatcher
 from radixserve.engine.text.text_model import TextModel, load_text_model
-from radixserve.engine.weights import Progress
 
 Prompt = str | Sequence[int]
 
@@ -61,9 +64,9 @@ class LLM:
         config = merge([layer]).model_copy(
             update={"max_num_queued_reqs": _UNBOUNDED_QUEUE, "max_num_queued_tokens": _UNBOUNDED_QUEUE}
         )
-        bar = tqdm(total=1.0, desc=model, bar_format="{desc}: {percentage:3.0f}%|{bar}|", disable=not show_progress)
-        with bar, explained_lack_of_memory(model):
-            built = build_engine(config, _bar_progress(bar) if show_progress else ignore_progress)
+        shown = shown_progress(partial(print, file=sys.stderr)) if show_progress else nullcontext(ignore_progress)
+        with explained_lack_of_memory(model), shown as show:
+            built = build_engine(config, show)
         self._text = _load_text(config)
         self._scheduler = new_scheduler(built, config)
         self._grammars = built.grammars
@@ -220,12 +223,3 @@ def _load_text(config: ServeConfig) -> TextModel | None:
     if files.gguf is None and files.tokenizer is None and config.tokenizer is None:
         return None
     return load_text_model(files, config)
-
-
-def _bar_progress(bar: Any) -> Progress:
-    def show(detail: str, share: float) -> None:
-        bar.set_description_str(detail, refresh=False)
-        bar.n = share
-        bar.refresh()
-
-    return show

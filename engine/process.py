@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from radixserve.engine.loading import answering, explained_lack_of_memory
 from radixserve.engine.logs import log_to_stderr
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
+from radixserve.engine.progress import shown_progress
 
 # Threads of CPU kernels meet some hundred times a step. When a frontend or anybody else takes a core, one that spins
 # at a barrier burns the time slice of the thread it waits for; one that sleeps is woken at once. Measured with both
@@ -83,8 +85,13 @@ def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> Built
         os.environ.setdefault(name, value)  # read once, when torch loads OpenMP
     from radixserve.engine.build import build_engine  # late: it loads torch, which takes seconds
 
-    with explained_lack_of_memory(config.model):
-        return build_engine(config, progress)
+    with explained_lack_of_memory(config.model), shown_progress(logging.getLogger("radixserve.engine").info) as show:
+
+        def report(what: str, share: float) -> None:
+            progress(what, share)
+            show(what, share)
+
+        return build_engine(config, report)
 
 
 if __name__ == "__main__":
