@@ -61,7 +61,8 @@ class RunnerOptions(OptionGroup):
     shared_prefix_attention: Literal["auto", "off"] = Field(
         "auto", description="auto: decodes that begin with the same pages read those once a step, when that pays"
     )
-    enforce_eager: bool = Field(False, description="Run decode without CUDA graphs")
+    enforce_eager: bool = Field(False, description="Run all steps without CUDA graphs")
+    profile: str | None = Field(None, description="Folder for a torch trace of the engine's steps 100 to 149")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
     # More only starves the machine of processes: a hundred thousand keep everybody on it from starting one.

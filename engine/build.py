@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
+from radixserve.engine.profiling import ProfiledRunner
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
 from radixserve.engine.sizing import (
@@ -76,7 +78,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     prefixes = NaivePrefixCache(page_size) if config.disable_radix_cache else RadixPrefixCache(page_size, order)
     cache = CacheManager(prefixes, num_pages, config.max_num_seqs, sizes.max_pages_per_row)
     return BuiltEngine(
-        runner=runner,
+        runner=ProfiledRunner(runner, Path(config.profile)) if config.profile else runner,
         cache=cache,
         grammars=XGrammars(lambda: load_text_model(files, config).tokenizer, spec.vocab_size, spec.eos_token_ids),
         max_model_len=sizes.max_model_len,

@@ -9,7 +9,6 @@ from torch import Tensor
 from radixserve.kernels import triton_linear, triton_ops
 from radixserve.kernels.torch_ops import grouped_experts
 
-_EARLY = False
 _MAX_TOKENS_IN_PARTS = 256
 _MAX_COLUMNS_IN_PARTS = 4096
 
@@ -28,7 +27,7 @@ class CudaOps:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         # x comes from a product of the library, which lets nothing start before it ends: an early launch only costs.
-        return triton_ops.rms_norm(x, weight, eps, residual, self._pdl and _EARLY), residual
+        return triton_ops.rms_norm(x, weight, eps, residual, pdl=False), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return triton_ops.silu_mul(gate_up, self._pdl)
@@ -85,7 +84,7 @@ class CudaOps:
         if fused:
             return stream, triton_linear.fused_linear(normed, weight, gated=gated, pdl=self._pdl)
         product = F.linear(normed, weight, bias)
-        return stream, triton_ops.silu_mul(product, self._pdl and _EARLY) if gated else product
+        return stream, triton_ops.silu_mul(product, pdl=False) if gated else product
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(y, weight, bias)

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from radixserve.configs.schema import DEFAULT_MODEL
+from radixserve.engine.errors import ModelError
 from radixserve.engine.llm import LLM, Completion
+from radixserve.engine.model_files import resolve_model
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.kernels.interface import AttentionShape
 from radixserve.kernels.select import select_attention
 from radixserve.kernels.shared_prefix import PrefixGroups
 from radixserve.tests.engine import tiny_models
+from radixserve.tests.engine.oracle import load_default_model, recorded_answers
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -42,16 +46,21 @@ SMALL_HEADS: dict[str, Any] = {
 
 
 class Model:
-    """A random model on disk, and transformers' view of its bf16 weights."""
+    """A model as the engine finds it by name, and transformers' view of its bf16 weights."""
 
-    def __init__(self, variant: str, folder: Path, **sizes: Any):
-        self.oracle = tiny_models.make(variant, **{**SIZES, **sizes})
-        for parameter in self.oracle.parameters():  # and not the buffers: the angles of RoPE stay exact
+    def __init__(self, name: str, oracle: Any):
+        self.name, self.oracle = name, oracle
+        for parameter in oracle.parameters():  # and not the buffers: the angles of RoPE stay exact
             parameter.data = parameter.data.bfloat16().float()
-        self.folder = tiny_models.save(self.oracle, folder)
+
+    @classmethod
+    def random(cls, variant: str, folder: Path, **sizes: Any) -> Model:
+        model = cls(str(folder), tiny_models.make(variant, **{**SIZES, **sizes}))
+        tiny_models.save(model.oracle, folder)
+        return model
 
     def open(self, **options: Any) -> LLM:
-        return LLM(str(self.folder), **{"device": "cuda", "num_pages": 2048, "max_num_seqs": 12, **options})
+        return LLM(self.name, **{"device": "cuda", "num_pages": 2048, "max_num_seqs": 12, **options})
 
     def check(self, completions: list[Completion]) -> None:
         exact: list[torch.Tensor] = []
@@ -68,12 +77,22 @@ class Model:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "llama-bias"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(request.param, tmp_path_factory.mktemp("model"))
+    return Model.random(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("llama", tmp_path_factory.mktemp("llama"))
+    return Model.random("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Model:
+    """The real weights of the default model."""
+    try:
+        resolve_model(DEFAULT_MODEL)
+    except ModelError as error:
+        pytest.skip(str(error))
+    return Model(DEFAULT_MODEL, load_default_model())
 
 
 def greedy(**rules: Any) -> SamplingParams:
@@ -101,9 +120,23 @@ def test_greedy_answers_are_those_of_transformers(model: Model, options: dict[st
         model.check([llm.generate(prompt, greedy())[0] for prompt in tiny_models.PROMPTS[::3]])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"page_size": 4, "max_num_batched_tokens": 48}, {"enforce_eager": True, "max_num_batched_tokens": 128}],
+    ids=str,
+)
+def test_the_default_model_answers_as_in_transformers(default_model: Model, options: dict[str, Any]) -> None:
+    prompts = [answer.prompt for answer in recorded_answers()][::4]
+    with default_model.open(max_model_len=1024, **options) as llm:
+        default_model.check(llm.generate(prompts, greedy()))
+        warm = llm.generate(prompts[::-1], greedy())
+        default_model.check(warm)
+        assert sum(completion.cached_tokens for completion in warm) > 0
+
+
 def test_three_query_heads_of_64_values_share_a_key_head(tmp_path: Path) -> None:
     """The shape of the default model."""
-    model = Model("llama", tmp_path, **SMALL_HEADS)
+    model = Model.random("llama", tmp_path, **SMALL_HEADS)
     for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 48}):
         with model.open(**options) as llm:
             model.check(llm.generate(tiny_models.PROMPTS, greedy()))
