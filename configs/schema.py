@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+ToolCallParser = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "phi", "json"]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss"]
+
 _WITH_SECRETS = {"secrets": True}
 
 
@@ -122,6 +125,12 @@ class ServerOptions(OptionGroup):
         300.0, gt=0, description="Seconds of engine silence after which it is killed and started again"
     )
     stream_interval: int = Field(1, ge=1, description="Tokens between two streamed chunks")
+    tool_call_parser: ToolCallParser = Field(
+        "auto", description="How the model writes tool calls (auto: by its chat template)"
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto", description="How the model marks its reasoning (auto: by its chat template)"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged")
 
     @property

@@ -53,6 +53,21 @@ def json_object() -> Format:
     return json_schema({"type": "object"})
 
 
+def checked(form: Any, *, param: str, depth: int = 0) -> Format:
+    """A format that a user gives, the schemas in it brought into our form. Raises ``InvalidRequest``."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"{param}: is nested more than {MAX_DEPTH} levels deep", param=param)
+    if isinstance(form, Mapping) and form.get("type") == "json_schema":
+        return {**form, "json_schema": json_schema(form.get("json_schema", True), param=param)["json_schema"]}
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inner(item) for item in value]
+        return checked(value, param=param, depth=depth + 1) if isinstance(value, Mapping) else value
+
+    return {key: inner(value) for key, value in form.items()}
+
+
 def regex(pattern: str) -> Format:
     """Text that ``pattern`` matches as a whole."""
     return {"type": "regex", "pattern": pattern}

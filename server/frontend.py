@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from radixserve.engine.text.text_model import TextModel
 from radixserve.server.engine_client import FAILED, EngineClient, Health
 from radixserve.server.errors import RequestFailed
 from radixserve.server.metrics import WorkerNumbers
+from radixserve.server.output.formats import OutputFormats, output_formats
 
 log = logging.getLogger("radixserve.server")
 
@@ -122,6 +124,11 @@ class Frontend:
         if self._text is None:
             raise RequestFailed("the tokenizer is loading", code="engine_loading", retry_after_s=1)
         return self._text
+
+    @cached_property
+    def output_formats(self) -> OutputFormats:
+        """Raises ``RequestFailed`` until the text side is loaded."""
+        return output_formats(self.text, self.config)
 
     @property
     def max_model_len(self) -> int:

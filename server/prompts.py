@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.text.text_model import TextModel
 from radixserve.server.generation import Prompt
+from radixserve.server.output.tool_prompt import with_tools
 from radixserve.server.protocol.chat import ChatPromptRequest
 from radixserve.server.protocol.completions import CompletionRequest
 
 # Nobody writes a text of so many characters a token, so it is worth a look before it is encoded.
 _SUSPICIOUS_CHARS_PER_TOKEN = 16
+_END_TOKENS = 16
 
 
 def chat_text(text: TextModel, request: ChatPromptRequest) -> str:
     """The rendered prompt. Raises ``InvalidRequest`` with what the template says against it."""
-    return text.render_chat(
-        request.messages,
-        add_generation_prompt=request.opens_turn,
-        continue_final_message=request.continue_final_message,
-        chat_template_kwargs=request.template_variables,
-    )
+    return text.render_chat(**_chat(text, request))
 
 
 def chat_ids(text: TextModel, request: ChatPromptRequest) -> list[int]:
     """The prompt's token ids; text of control tokens in messages is only text."""
-    return text.encode_chat(
-        request.messages,
-        add_generation_prompt=request.opens_turn,
-        continue_final_message=request.continue_final_message,
-        chat_template_kwargs=request.template_variables,
-    )
+    return text.encode_chat(**_chat(text, request))
+
+
+def _chat(text: TextModel, request: ChatPromptRequest) -> dict[str, Any]:
+    messages, tools = request.messages, request.prompt_tools
+    if tools and text.template is not None and not text.template.uses_tools:
+        messages, tools = with_tools(messages, tools), []
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "add_generation_prompt": request.opens_turn,
+        "continue_final_message": request.continue_final_message,
+        "chat_template_kwargs": request.template_variables,
+    }
 
 
 def chat_prompt(text: TextModel, request: ChatPromptRequest, max_model_len: int) -> Prompt:
@@ -39,6 +46,12 @@ def chat_prompt(text: TextModel, request: ChatPromptRequest, max_model_len: int)
     if num_chars > _SUSPICIOUS_CHARS_PER_TOKEN * max_model_len:
         _refuse_hopeless(text, "".join(message["content"] for message in request.messages), max_model_len, "messages")
     return checked_prompt(chat_ids(text, request), max_model_len, "messages")
+
+
+def prompt_end(text: TextModel, prompt: Prompt) -> str:
+    """The last characters of a prompt, control tokens included: whether they open or close reasoning."""
+    ids = np.frombuffer(prompt.ids[-_END_TOKENS * 4 :], np.dtype("<i4")).tolist()
+    return text.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def completion_prompts(

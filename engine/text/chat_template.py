@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -32,6 +32,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: str, tool_use: str | None = None):
         self.source = source
+        self.tool_source = source if tool_use is None else tool_use
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         environment.filters["tojson"] = _to_json
@@ -39,8 +40,10 @@ class ChatTemplate:
         try:
             self._default = environment.from_string(source)
             self._tool_use = environment.from_string(tool_use) if tool_use is not None else self._default
+            variables = meta.find_undeclared_variables(environment.parse(self.tool_source))
         except TemplateSyntaxError as error:
             raise ModelError(f"chat template of {origin}, line {error.lineno}: {error.message}") from error
+        self.uses_tools = "tools" in variables  # or ignores them
 
     def render(
         self,

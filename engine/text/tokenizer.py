@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Tokenizer:
         config = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
         self._to_bytes, self._leading_spaces = _byte_decoding(config)
         self._bytes_of: dict[int, bytes] = {}
-        self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
+        self._pieces: dict[frozenset[int], dict[int, str]] = {}  # by the ids that are skipped
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; text of control tokens becomes control tokens. ``add_special_tokens``: BOS or EOS are added where
@@ -51,13 +51,15 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return "".join(map(detokenizer.feed, ids)) + detokenizer.finish()
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A new incremental detokenizer for one stream."""
+    def detokenizer(self, *, skip_special_tokens: bool, shown: Collection[str] = ()) -> Detokenizer:
+        """A new incremental detokenizer for one stream. ``shown``: control tokens that are not skipped."""
         if self._to_bytes is None:
             return DecodeStreamDetokenizer(self.backend, skip_special_tokens)
         skipped = self.control_ids if skip_special_tokens else frozenset[int]()
+        if shown and skipped:
+            skipped -= {token_id for text in shown if (token_id := self.token_id(text)) is not None}
         return IncrementalDetokenizer(
-            self.token_bytes, skipped, self._pieces[skip_special_tokens], self._leading_spaces
+            self.token_bytes, skipped, self._pieces.setdefault(skipped, {}), self._leading_spaces
         )
 
     def token_bytes(self, token_id: int) -> bytes:

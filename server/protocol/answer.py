@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from radixserve.server.generation import Choice, LogprobToken
+from radixserve.server.output.deltas import Content, Delta, Reasoning
 from radixserve.server.protocol.generation import GenerationRequest
 from radixserve.server.protocol.logprobs import Vocabulary, prompt_logprobs
 
@@ -41,7 +42,7 @@ class Answer(ABC):
         self._usage_in_chunks = self._wants_usage and bool(options.continuous_usage_stats)
         self._wants_ids = request.return_token_ids
         self._plain = not (request.num_logprobs is not None or self._wants_ids or self._usage_in_chunks)
-        self._templates: dict[int, tuple[bytes, bytes]] = {}
+        self._templates: dict[tuple[int, type[Delta]], list[bytes]] = {}
 
     # ---- shapes, by kind ----
 
@@ -55,6 +56,13 @@ class Answer(ABC):
     @abstractmethod
     def piece(self, index: int, text: str) -> dict[str, Any]:
         """The choice in a chunk with text."""
+
+    def delta_piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The choice in a chunk with ``delta``, where choices are parsed."""
+        raise NotImplementedError
+
+    def tells(self, delta: Delta) -> bool:
+        return True
 
     @abstractmethod
     def ending(self, choice: Choice) -> dict[str, Any]:
@@ -81,17 +89,39 @@ class Answer(ABC):
 
     def text_frames(self, choice: Choice) -> bytes:
         """The text (and what belongs to it) that came since the last call; nothing if none came."""
+        if choice.is_parsed:
+            return self._delta_frames(choice)
         text = choice.take_text()
         if self._plain:
-            return self._plain_frame(choice.index, text) if text else b""
+            return self._plain_frame(choice.index, Content, text) if text else b""
         piece = self.piece(choice.index, text)
+        has_tokens = self._add_tokens(piece, choice)
+        return self._frame(piece, choice, {}) if text or has_tokens else b""
+
+    def _delta_frames(self, choice: Choice) -> bytes:
+        """A frame for each delta; what is told of tokens stands in the first."""
+        deltas = [delta for delta in choice.take_deltas() if self.tells(delta)]
+        if self._plain:
+            return b"".join([self._delta_frame(choice, delta) for delta in deltas])
+        pieces = [self.delta_piece(choice.index, delta) for delta in deltas]
+        first = pieces[0] if pieces else self.piece(choice.index, "")
+        if self._add_tokens(first, choice) and not pieces:
+            pieces.append(first)
+        return b"".join([self._frame(piece, choice, {}) for piece in pieces])
+
+    def _delta_frame(self, choice: Choice, delta: Delta) -> bytes:
+        if isinstance(delta, Content | Reasoning):
+            return self._plain_frame(choice.index, type(delta), delta.text)
+        return self._frame(self.delta_piece(choice.index, delta), choice, {})
+
+    def _add_tokens(self, piece: dict[str, Any], choice: Choice) -> bool:
+        """Logprobs and ids of new tokens, as far as they were asked for; false if there are none."""
         tokens, ids = choice.take_logprobs(), choice.take_ids()
         if self._request.num_logprobs is not None:
             piece["logprobs"] = self.shape_logprobs(choice, tokens)
         if self._wants_ids:
             piece["token_ids"] = ids
-        is_empty = not (text or tokens or (ids and self._wants_ids))
-        return b"" if is_empty else self._frame(piece, choice, {})
+        return bool(tokens or (ids and self._wants_ids))
 
     def end_frame(self, choice: Choice) -> bytes:
         return self._frame(self.ending(choice), choice, {})
@@ -102,12 +132,12 @@ class Answer(ABC):
             return DONE
         return _event(self._envelope(self.chunk_object, []) | {"usage": usage(choices)}) + DONE
 
-    def _plain_frame(self, index: int, text: str) -> bytes:
-        template = self._templates.get(index)
+    def _plain_frame(self, index: int, kind: type[Content | Reasoning], text: str) -> bytes:
+        template = self._templates.get((index, kind))
         if template is None:
-            before, after = _event(self._chunk(self.piece(index, _MARK))).split(_encode(_MARK))
-            template = self._templates[index] = (before, after)
-        return template[0] + _encode(text) + template[1]
+            piece = self.piece(index, _MARK) if kind is Content else self.delta_piece(index, kind(_MARK))
+            template = self._templates[index, kind] = _event(self._chunk(piece)).split(_encode(_MARK))
+        return _encode(text).join(template)
 
     def _frame(self, choice_chunk: dict[str, Any], choice: Choice, extras: dict[str, Any]) -> bytes:
         chunk = self._chunk(choice_chunk) | extras
@@ -151,12 +181,16 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         cached[key] = min(cached.get(key, choice.cached_tokens), choice.cached_tokens)
     prompt_tokens = sum(prompts.values())
     completion_tokens = sum(choice.num_tokens for choice in choices)
-    return {
+    told = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
     }
+    if any(choice.is_parsed for choice in choices):
+        reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
+        told["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return told
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ from radixserve.engine.sampling_params import MAX_LOGPROBS
 from radixserve.engine.text.conversation import normalize_messages
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.protocol.tools import Function, ToolChoiceField, Tools, check_tools
 
 _TEXT_PART = {
     "type": "object",
@@ -66,14 +67,13 @@ class ChatPromptRequest(RequestModel):
     add_generation_prompt: bool | None = Field(None, description="Default: true, false with continue_final_message")
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    reasoning_effort: str | None = Field(None, description="Handed to the chat template")
-    tools: list[dict[str, Any]] = []
-    tool_choice: Annotated[object, only("none", "auto")] = None
+    reasoning_effort: str | None = Field(None, description='Handed to the chat template; "none": do not reason')
+    tools: Tools = []
+    tool_choice: ToolChoiceField | None = None
 
     @model_validator(mode="after")
     def _check_prompt(self) -> ChatPromptRequest:
-        if self.tools and self.tool_choice != "none":
-            raise InvalidRequest("tools: is not supported by this server (except with tool_choice none)", param="tools")
+        check_tools(self.tools, self.tool_choice)
         if not self.continue_final_message:
             return self
         if self.messages[-1]["role"] != "assistant":
@@ -91,8 +91,28 @@ class ChatPromptRequest(RequestModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
         return effort | self.chat_template_kwargs
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """What the model may call now."""
+        choice = self.tool_choice
+        if choice is not None and choice.mode == "none":
+            return []
+        functions = [tool.function for tool in self.tools]
+        if choice is None or choice.allowed is None:
+            return functions
+        return [function for function in functions if function.name in choice.allowed]
+
+    @property
+    def prompt_tools(self) -> list[dict[str, Any]]:
+        """The tools as chat templates want them: all of them, so that a choice among them keeps the cached prefix."""
+        if self.tool_choice is not None and self.tool_choice.mode == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
 class ChatRequest(GenerationRequest, ChatPromptRequest):
@@ -100,7 +120,11 @@ class ChatRequest(GenerationRequest, ChatPromptRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    parallel_tool_calls: Harmless = None
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
+    thinking_token_budget: int | None = Field(None, ge=0, description="Most tokens of reasoning")
+    include_reasoning: bool = Field(True, description="false: reason, but do not tell it")
+    separate_reasoning: bool = Field(True, description="false: leave reasoning in the content")
+
     prediction: Harmless = None
     modalities: Annotated[object, only(["text"])] = None
     audio: Annotated[object, only()] = None

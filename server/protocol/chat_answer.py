@@ -6,22 +6,56 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixserve.server.generation import Choice, LogprobToken
+from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from radixserve.server.protocol.answer import Answer
-from radixserve.server.protocol.logprobs import chat_logprobs
+from radixserve.server.protocol.chat import ChatRequest
+from radixserve.server.protocol.logprobs import Vocabulary, chat_logprobs
 
 
 class ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, answer_id: str, model: str, request: ChatRequest, vocabulary: Vocabulary):
+        super().__init__(answer_id, model, request, vocabulary)
+        self._tells_reasoning = request.include_reasoning
+
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.take_text(), "refusal": None}
+        message = self._message(choice)
         whole: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
         if self._request.num_logprobs is not None:
             whole["logprobs"] = self.shape_logprobs(choice, choice.take_logprobs())
         if self._wants_ids:
             whole["token_ids"] = choice.take_ids()
         return whole | self.finish_fields(choice)
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        """Content is null only beside tool calls."""
+        deltas = choice.take_deltas()
+        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        calls = [_call(delta, deltas) for delta in deltas if isinstance(delta, CallStart)]
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        if reasoning := "".join(delta.text for delta in deltas if isinstance(delta, Reasoning) and self.tells(delta)):
+            message |= _reasoning(reasoning)
+        return message
+
+    def delta_piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        match delta:
+            case Content(text):
+                return self._delta(index, {"content": text})
+            case Reasoning(text):
+                return self._delta(index, _reasoning(text))
+            case CallStart(call, call_id, name):
+                function = {"name": name, "arguments": ""}
+                entry = {"index": call, "id": call_id, "type": "function", "function": function}
+                return self._delta(index, {"tool_calls": [entry]})
+            case CallArguments(call, text):
+                return self._delta(index, {"tool_calls": [{"index": call, "function": {"arguments": text}}]})
+
+    def tells(self, delta: Delta) -> bool:
+        return not isinstance(delta, Reasoning) or self._tells_reasoning
 
     def answer_fields(self, choice: Choice) -> dict[str, Any]:
         return self.prompt_fields(choice)
@@ -40,3 +74,13 @@ class ChatAnswer(Answer):
 
     def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under the name that most clients know, and under vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(start: CallStart, deltas: Sequence[Delta]) -> dict[str, Any]:
+    arguments = "".join(d.text for d in deltas if isinstance(d, CallArguments) and d.index == start.index)
+    return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": arguments}}

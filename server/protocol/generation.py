@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
 from radixserve.server.protocol.fields import Harmless, Int64, LogitBias, RequestId, RequestModel, Stop, only
+from radixserve.server.protocol.structured import RESPONSE_FORMAT_SCHEMA
 
 MAX_CHOICES = 128
 
@@ -18,15 +19,6 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Harmless = None
-
-
-_TEXT_FORMAT = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
-
-
-def _only_text(value: object) -> object:
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise ValueError('only {"type": "text"} is supported by this server')
-    return value
 
 
 def _ranged(name: str, default: float | None) -> Any:
@@ -75,14 +67,16 @@ class GenerationRequest(RequestModel):
     prompt_cache_retention: Harmless = None
     prompt_cache_options: Harmless = None
 
-    response_format: Annotated[object, AfterValidator(_only_text), WithJsonSchema(_TEXT_FORMAT)] = None
-    structured_outputs: Annotated[object, only({})] = None
-    guided_json: Annotated[object, only()] = None
-    guided_regex: Annotated[object, only()] = None
-    guided_choice: Annotated[object, only()] = None
-    guided_grammar: Annotated[object, only()] = None
-    regex: Annotated[object, only()] = None
-    ebnf: Annotated[object, only()] = None
+    response_format: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, json_object, regex, choice, grammar, structural_tag"
+    )
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     use_beam_search: Annotated[object, only(False)] = None
     allowed_token_ids: Annotated[object, only()] = None
     bad_words: Annotated[object, only([])] = None

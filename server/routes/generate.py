@@ -15,13 +15,15 @@ from radixserve.engine.text.detokenizer import StopStringMatcher
 from radixserve.server.auth import Tenant
 from radixserve.server.frontend import Frontend
 from radixserve.server.generation import Choice, Generation, Prompt
-from radixserve.server.prompts import chat_prompt, completion_prompts
+from radixserve.server.output.plan import OutputPlan, chat_plan
+from radixserve.server.prompts import chat_prompt, completion_prompts, prompt_end
 from radixserve.server.protocol.answer import Answer
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.chat_answer import ChatAnswer
 from radixserve.server.protocol.completion_answer import CompletionAnswer
 from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.protocol.structured import grammar_text, wanted_format
 from radixserve.server.routes.common import DirectRoute, frontend_of, parsed, takes
 from radixserve.server.sse import EventStream
 
@@ -55,10 +57,11 @@ async def create_chat_completion(request: Request) -> Response:
     sampling = body.sampling(frontend.sampling_defaults, max_model_len, frontend.vocab_size)
     num_bytes = len(await request.body())
     prompt = await frontend.offload(num_bytes, lambda: chat_prompt(text, body, max_model_len))
+    plan = chat_plan(body, frontend.output_formats, prompt_end(text, prompt), text.tokenizer.control_texts)
     request_id = body.request_id or request.state.request_id
     answer = ChatAnswer(CHAT_PREFIX + request_id, model, body, text.tokenizer)
     caller = _Caller(request_id, request.state.tenant, call.headers)
-    return await _respond(frontend, body, [prompt], sampling, answer, caller)
+    return await _respond(frontend, body, [prompt], sampling, answer, caller, plan)
 
 
 @router.post(COMPLETION_PATH, openapi_extra=takes(CompletionRequest))
@@ -73,7 +76,9 @@ async def create_completion(request: Request) -> Response:
     request_id = body.request_id or request.state.request_id
     answer = CompletionAnswer(COMPLETION_PREFIX + request_id, model, body, text.tokenizer)
     caller = _Caller(request_id, request.state.tenant, call.headers)
-    return await _respond(frontend, body, prompts, sampling, answer, caller)
+    wanted = wanted_format(body)
+    plan = OutputPlan(grammar_text(wanted.format, wanted.field), wanted.field) if wanted else OutputPlan()
+    return await _respond(frontend, body, prompts, sampling, answer, caller, plan)
 
 
 async def _respond(
@@ -83,8 +88,9 @@ async def _respond(
     sampling: SamplingParams,
     answer: Answer,
     caller: _Caller,
+    plan: OutputPlan,
 ) -> Response:
-    choices = _choices(frontend, body, prompts, sampling)
+    choices = _choices(frontend, body, prompts, sampling, plan)
     generation = Generation(frontend.client, choices, streaming=body.stream)
     try:
         generation.submit(caller.request_id, caller.tenant, body.priority, body.cache_salt)
@@ -104,18 +110,26 @@ async def _respond(
 
 
 def _choices(
-    frontend: Frontend, body: GenerationRequest, prompts: Sequence[Prompt], sampling: SamplingParams
+    frontend: Frontend,
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    plan: OutputPlan,
 ) -> list[Choice]:
     """``n`` for each prompt, in OpenAI's order."""
     tokenizer = frontend.text.tokenizer
+    if plan.grammar is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=plan.grammar)
     limited = {prompt: _within_room(sampling, frontend.max_model_len - prompt.num_tokens) for prompt in set(prompts)}
     return [
         Choice(
             index,
             prompt,
-            tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens),
+            tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens, shown=plan.markers),
             _stops(body),
             _with_seed(limited[prompt], index % body.n),
+            parser=plan.new_parser(),
+            grammar_field=plan.field,
             include_stop=body.include_stop_str_in_output,
             prompt_only=body.scores_only,
         )

@@ -23,6 +23,15 @@ def both(**fields: Any) -> list[tuple[str, dict[str, Any]]]:
     return [chat(**fields), comp(**fields)]
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of lists in lists."""
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "string"}
+
+
 def check_error(answer: httpx.Response, status: int, field: str | None = None) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"].startswith("application/json")
@@ -81,20 +90,32 @@ WRONG = {
         c
         for v in (
             {"type": "yaml"},
-            {"type": "json_object"},
             {"type": "json_schema"},
-            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "object"}}}},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(70)}},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 140_000]}}},
+            {"type": "structural_tag", "format": "x"},
             "text",
             [],
         )
         for c in both(response_format=v)
     ],
-    "tools": [chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=v) for v in (None, "auto")],
-    "tool_choice": [chat(tool_choice=v) for v in ("required", {"type": "function", "function": {"name": "f"}})],
+    "tools": [chat(tools=v) for v in ([{"type": "function"}], [{"type": "x"}], [tool("a b")], [tool("f")] * 2, "f")],
+    "tool_choice": [
+        *(chat(tool_choice=v) for v in ("required", {"type": "function", "function": {"name": "f"}})),
+        *(chat(tools=[tool("f")], tool_choice=v) for v in ("sometimes", 1, {"type": "function"}, tool("g"))),
+    ],
+    "thinking_token_budget": [chat(thinking_token_budget=v) for v in (-1, "x")],
+    "structured_outputs": [
+        c
+        for v in ({"regex": 5}, {"choice": []}, {"nothing": 1}, {"json": "{"}, {"regex": "a", "choice": ["b"]}, "x")
+        for c in both(structured_outputs=v)
+    ],
+    "guided_json": both(guided_json="{") + both(guided_json={"type": "array", "contains": {}}),
+    "guided_regex": both(guided_regex="a", response_format={"type": "json_object"}),
     "functions": [chat(functions=[{"name": "f"}])],
     "modalities": [chat(modalities=["text", "audio"])],
     "web_search_options": [chat(web_search_options={})],
-    "guided_json": both(guided_json={"type": "object"}),
     "suffix": [comp(suffix="end")],
     "bad_words": both(bad_words=["x"]),
     "allowed_token_ids": both(allowed_token_ids=[1]),
@@ -164,6 +185,10 @@ RIGHT = [
     *both(stream_options={}),
     *both(stream_options={"include_usage": True}),
     *both(response_format={"type": "text"}),
+    *both(response_format={"type": "json_object"}),
+    *both(structured_outputs={"choice": ["yes", "no"], "disable_fallback": False}),
+    chat(tools=[tool("f")], parallel_tool_calls=False),
+    chat(tools=[tool("f")], tool_choice=tool("f")),
     *both(user="u-1", metadata={}, store=False, service_tier="auto"),
     chat(tools=[], tool_choice="none", parallel_tool_calls=True),
     chat(messages=[{"role": "system", "content": "Be terse."}]),

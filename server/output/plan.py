@@ -1,0 +1,159 @@
+"""What the answer to one chat request is made to look like, and how it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.structured import Format, json_schema
+from radixserve.server.output.formats import JSON_CALLS, CallFormat, OutputFormats, ReasoningFormat
+from radixserve.server.output.parser import OutputParser
+from radixserve.server.protocol.chat import ChatRequest
+from radixserve.server.protocol.structured import grammar_text, wanted_format
+from radixserve.server.protocol.tools import Function
+
+# Calls in one answer, where calls are enforced: small models would never stop.
+_MAX_CALLS = 16
+_ANY_TEXT: Format = {"type": "any_text"}
+# Between reasoning and what follows.
+_BREAK: Format = {"type": "regex", "pattern": r"\n{0,2}"}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """``grammar`` for the engine, asked for by ``field``. Where ``parses`` is false the text is the content."""
+
+    grammar: str | None = None
+    field: str = "grammar"
+    reasoning: ReasoningFormat | None = None
+    calls: CallFormat | None = None
+    tools: Mapping[str, Any] | None = None
+    thinking: bool = False
+    single_call: bool = False
+
+    @property
+    def parses(self) -> bool:
+        return self.reasoning is not None or bool(self.tools)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Control tokens that the parser must see."""
+        forms = [form for form in (self.reasoning, self.calls) if form is not None]
+        return tuple(marker for form in forms for marker in form.markers)
+
+    def new_parser(self) -> OutputParser | None:
+        if not self.parses:
+            return None
+        return OutputParser(
+            self.reasoning, self.calls, self.tools or {}, thinking=self.thinking, single_call=self.single_call
+        )
+
+
+def chat_plan(
+    request: ChatRequest, formats: OutputFormats, prompt_end: str, control_texts: Sequence[str]
+) -> OutputPlan:
+    """``prompt_end``: the last characters of the prompt. Raises ``InvalidRequest``."""
+    functions = request.callable_functions
+    mode = request.tool_choice.mode if request.tool_choice else "auto"
+    single = mode == "named" or request.parallel_tool_calls is False
+    wanted, calls = wanted_format(request), formats.calls
+    field = wanted.field if wanted else "tools"
+    form = wanted.format if wanted else None
+    if functions and mode in ("required", "named"):
+        calls = _enforceable(calls)
+        form, field = _calls_format(calls, functions, single), "tools"
+    elif functions and calls is not None and form is not None:
+        form = {"type": "or", "elements": [form, _calls_format(_enforceable(calls), functions, single)]}
+        calls = _enforceable(calls)
+    elif functions and calls is not None and any(function.strict for function in functions):
+        form = _strict_format(calls, functions, single)
+    reasoning = formats.reasoning if request.separate_reasoning else None
+    thinking = reasoning is not None and prompt_end.rstrip().endswith(reasoning.start)
+    thought = formats.reasoning is not None and prompt_end.rstrip().endswith(formats.reasoning.end)
+    budget = request.thinking_token_budget
+    if budget is not None:
+        field = "thinking_token_budget"
+    if (form is not None or budget is not None) and formats.reasoning is not None and not thought:
+        form = _after_reasoning(form or _ANY_TEXT, formats.reasoning, prompt_end, budget, control_texts)
+    return OutputPlan(
+        grammar=None if form is None else grammar_text(form, field),
+        field=field,
+        reasoning=None if thought else reasoning,
+        calls=calls,
+        tools={function.name: function.parameters or {} for function in functions},
+        thinking=thinking,
+        single_call=single,
+    )
+
+
+def _enforceable(calls: CallFormat | None) -> CallFormat:
+    """A family's own form if it is plain text, else JSON: control tokens are no text to a grammar."""
+    return calls if calls is not None and calls.starts == ("<tool_call>",) else JSON_CALLS
+
+
+def _calls_format(calls: CallFormat, functions: Sequence[Function], single: bool) -> Format:
+    one: Format = {"type": "or", "elements": [_call_tag(calls, function) for function in functions]}
+    separator = {"type": "const_string", "value": "\n" if calls.starts else ", "}
+    more = {"type": "repeat", "min": 0, "max": _MAX_CALLS - 1, "content": _sequence(separator, one)}
+    several = one if single else _sequence(one, more)
+    if calls.starts:
+        return several
+    return _sequence({"type": "const_string", "value": "["}, several, {"type": "const_string", "value": "]"})
+
+
+def _strict_format(calls: CallFormat, functions: Sequence[Function], single: bool) -> Format | None:
+    """Free text in which calls, once begun, are sound. Only where their beginning is plain text."""
+    if not calls.starts or _enforceable(calls) is not calls:
+        return None
+    return {
+        "type": "triggered_tags",
+        "triggers": list(calls.starts),
+        "tags": [_call_tag(calls, function) for function in functions],
+        "stop_after_first": single,
+    }
+
+
+def _call_tag(calls: CallFormat, function: Function) -> Format:
+    content = _parameters(function)
+    if calls.body == "xml":
+        begin, end = f"<tool_call>\n<function={function.name}>\n", "\n</function>\n</tool_call>"
+        content = {**content, "style": "qwen_xml"}
+    else:
+        begin, end = f'{{"name": {json.dumps(function.name)}, "{calls.arguments}": ', "}"
+        if calls.starts:
+            begin, end = f"{calls.starts[0]}\n{begin}", f"{end}\n{calls.ends[0]}"
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _parameters(function: Function) -> Format:
+    """The schema of its arguments; any object if the tool is not strict and its schema cannot be kept."""
+    schema = function.parameters or {"type": "object", "properties": {}}
+    try:
+        return json_schema({"type": "object", **schema}, param="tools")
+    except InvalidRequest:
+        if function.strict:
+            raise
+        return json_schema({"type": "object"})
+
+
+def _after_reasoning(
+    form: Format, reasoning: ReasoningFormat, prompt_end: str, budget: int | None, control_texts: Sequence[str]
+) -> Format:
+    """Free reasoning, of up to ``budget`` tokens, and then ``form``."""
+    if {reasoning.start, reasoning.end} & set(control_texts):
+        if budget is not None:
+            message = "is not supported for a model whose reasoning is between control tokens"
+            raise InvalidRequest(f"thinking_token_budget: {message}", param="thinking_token_budget")
+        return form
+    is_open = prompt_end.rstrip().endswith(reasoning.start) or reasoning.always
+    thoughts = _ANY_TEXT if budget is None else {**_ANY_TEXT, "max_tokens": budget}
+    tag = {"type": "tag", "begin": "" if is_open else reasoning.start, "content": thoughts, "end": reasoning.end}
+    block = _sequence(tag, _BREAK)
+    return _sequence(block if is_open else {"type": "optional", "content": block}, form)
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
