@@ -16,6 +16,8 @@ from radixserve.engine.step import Int32s, SharedPrefixes
 from radixserve.kvcache.manager import CacheManager
 
 _NO_GROUP = -1
+_NO_MEMBERS: Int32s = np.zeros(0, np.int32)
+_NOTHING_SHARED = SharedPrefixes(_NO_MEMBERS, np.zeros(1, np.int32), _NO_MEMBERS)
 
 
 class SharedRows:
@@ -55,6 +57,8 @@ class SharedRows:
             self._regroup([row for page in self._changed for row in self._rows.get(page, ())])
             self._changed.clear()
         groups = self._group_of[decode_rows]
+        if (groups == _NO_GROUP).all():
+            return _NOTHING_SHARED
         sizes = np.bincount(groups[groups != _NO_GROUP], minlength=len(self._group_of))
         shared = np.flatnonzero(sizes > 1)
         order = np.argsort(groups, kind="stable").astype(np.int32)

@@ -1,0 +1,123 @@
+"""Decode attention of one layer that reads shared prefixes once, beside the kernel that does not.
+
+`python benchmarks/gpu_shared_attention.py [--cases "16 groups of 16"]` prints the microseconds of a call, the time in
+which each byte could be read once, and how far the two kernels are apart. bf16, 16 query and 8 KV heads of 128, page
+size 16; each decode has 128 to 192 tokens of its own behind its group's prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_timing import graph_us, relative_error
+
+from radixserve.kernels.shared_prefix import PrefixGroups, pack_tiles, packed_size, unpack_tiles
+from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
+from radixserve.kernels.triton_shared_attention import TritonSharedAttention
+
+DEVICE = torch.device("cuda")
+BF16 = torch.bfloat16
+Q_HEADS, KV_HEADS, DIM, PAGE = 16, 8, 128, 16
+BYTES_PER_US = 4.29e6
+TOKEN_BYTES = 2 * 2 * KV_HEADS * DIM
+CASES = {  # groups, decodes of each, tokens of its prefix
+    "16 groups of 16": (16, 16, 2048),
+    "64 groups of 4": (64, 4, 2048),
+    "one group of 256": (1, 256, 2048),
+    "32 groups of 2": (32, 2, 2048),
+    "nothing shared": (256, 1, 512),
+}
+TUNINGS = {  # rows of a tile, and the rest
+    "16 rows": (16, DecodeTuning()),
+    "16 rows, 3 blocks": (16, DecodeTuning(blocks_per_sm=3)),
+    "32 rows": (32, DecodeTuning(num_warps=4, blocks_per_sm=2)),
+    "32 rows, 64 tokens": (32, DecodeTuning(block_tokens=64, num_warps=4, blocks_per_sm=2, min_slice_units=4)),
+    "64 rows, 64 tokens": (64, DecodeTuning(block_tokens=64, num_warps=4, blocks_per_sm=2, min_slice_units=4)),
+}
+
+
+class SharedCase:
+    """Decodes in shuffled order over shuffled pages, with two copies of the cache, each larger than the L2."""
+
+    def __init__(self, num_groups: int, size: int, prefix_len: int):
+        rng = np.random.default_rng(0)
+        self.num_seqs = num_groups * size
+        own = rng.integers(128, 193, self.num_seqs)
+        order = rng.permutation(self.num_seqs).reshape(num_groups, size)
+        self.kv_lens = (own + prefix_len).astype(np.int32)
+        num_cols, num_prefix = -(-int(self.kv_lens.max()) // PAGE), prefix_len // PAGE
+        pages = rng.permutation(self.num_seqs * (num_cols - num_prefix) + num_groups * num_prefix).astype(np.int32)
+        prefix_pages, own_pages = np.split(pages, [num_groups * num_prefix])
+        table = np.empty((self.num_seqs, num_cols), np.int32)
+        table[:, num_prefix:] = own_pages.reshape(self.num_seqs, -1)
+        table[order, :num_prefix] = prefix_pages.reshape(num_groups, 1, num_prefix)
+        shared = size > 1
+        self.groups = PrefixGroups(
+            order.reshape(-1).astype(np.int32)[: self.num_seqs * shared],
+            np.arange(0, self.num_seqs * shared + 1, size, dtype=np.int32),
+            np.full(num_groups * shared, prefix_len, np.int32),
+        )
+        self.tokens = int(own.sum()) + num_groups * prefix_len
+        shape = (2, len(pages), PAGE, KV_HEADS, DIM)
+        self.caches = [torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(2)]
+        self.q = torch.randn(self.num_seqs, Q_HEADS, DIM, device=DEVICE, dtype=BF16)
+        self.plain = TritonDecodeAttention(Q_HEADS, KV_HEADS, DIM, self.num_seqs, DEVICE)
+        self.layout: Any = types.SimpleNamespace(
+            kv_lens=torch.from_numpy(self.kv_lens).to(DEVICE),
+            rows=torch.arange(self.num_seqs, dtype=torch.int32, device=DEVICE),
+            page_table=torch.from_numpy(table).to(DEVICE),
+            page_size=PAGE,
+        )
+
+    def measure_plain(self) -> tuple[float, torch.Tensor]:
+        return self._measure(self.plain, lambda: self.plain.plan_decode(self.layout, self.num_seqs))
+
+    def measure_shared(self, tile_rows: int, tuning: DecodeTuning) -> tuple[float, torch.Tensor]:
+        kernel = TritonSharedAttention(self.plain, self.num_seqs, DEVICE, tile_rows, tuning)
+        members = kernel.rule.tile_members
+        packed = np.empty(packed_size(self.num_seqs, members), np.int32)
+        pack_tiles(packed, self.groups, self.kv_lens, self.num_seqs, members)
+        tiles = unpack_tiles(torch.from_numpy(packed).to(DEVICE), self.num_seqs, members)
+        return self._measure(kernel, lambda: kernel.plan_decode(self.layout, tiles, self.num_seqs))
+
+    def _measure(self, kernel: Any, plan: Any) -> tuple[float, torch.Tensor]:
+        out = torch.full_like(self.q, float("nan"))
+
+        def body() -> None:
+            plan()
+            self.q.mul_(1)  # the ordinary kernel that has to lie between plan and run
+            for cache in [*reversed(self.caches)] * 4:
+                kernel.run_decode(self.q, cache[0], cache[1], out)
+
+        return graph_us(body, 4 * len(self.caches)), out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = []
+    for name in options.cases:
+        case = SharedCase(*CASES[name])
+        floor = case.tokens * TOKEN_BYTES / BYTES_PER_US
+        plain_us, plain_out = case.measure_plain()
+        print(f"{name}: plain {plain_us:.1f} us, each byte once {floor:.1f} us", flush=True)
+        results.append({"case": name, "kernel": "plain", "us": plain_us, "floor_us": floor})
+        for tuning_name, (tile_rows, tuning) in TUNINGS.items():
+            us, out = case.measure_shared(tile_rows, tuning)
+            error = relative_error(out, plain_out)
+            print(f"  {tuning_name}: {us:.1f} us, apart by {error:.1e}", flush=True)
+            results.append({"case": name, "kernel": tuning_name, "us": us, "floor_us": floor, "error": error})
+    if options.out:
+        options.out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
