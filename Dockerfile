@@ -14,6 +14,7 @@ RUN apt-get update \
 
 FROM cpu-base AS cpu-build
 ARG PIP_EXTRA_INDEX_URL=""
+RUN apt-get update && apt-get install --yes --no-install-recommends g++
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/venv/bin:$PATH
 RUN python3 -m venv /opt/venv
 WORKDIR /src
@@ -21,7 +22,7 @@ COPY requirements.lock .
 RUN pip install --constraint requirements.lock "$(grep '^torch==' requirements.lock)" \
     && pip install --no-deps --requirement requirements.lock
 COPY . .
-RUN pip install --no-deps --no-build-isolation .
+RUN pip install --no-deps --no-build-isolation . && cd / && python -m radixserve.kernels.native_library
 
 FROM cuda-base AS cuda-build
 ARG PIP_EXTRA_INDEX_URL=""
@@ -36,6 +37,8 @@ RUN pip install --no-build-isolation --constraint requirements.lock '.[cuda]'
 
 FROM cpu-base AS cpu
 COPY --from=cpu-build /opt/venv /opt/venv
+# The OpenMP library that the CPU kernels were linked with.
+RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 radixserve && mkdir /models && chown radixserve /models
 USER radixserve
 WORKDIR /home/radixserve

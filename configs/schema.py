@@ -68,6 +68,9 @@ class RunnerOptions(OptionGroup):
     profile: str | None = Field(None, description="Folder for a torch trace of the engine's steps 100 to 149")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
+    cpu_weights: Literal["auto", "int4", "int8", "bf16", "fp32"] = Field(
+        "auto", description="Weights on a CPU; auto: as precise as the checkpoint's (see docs/performance.md)"
+    )
     # More only starves the machine of processes: a hundred thousand keep everybody on it from starting one.
     cpu_threads: int | None = Field(
         None, ge=1, le=1024, description="Threads of CPU kernels (default: the cores it may use)"

@@ -19,28 +19,35 @@ from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
+from radixserve.engine.models.registry import CausalLM, create_model
 from radixserve.engine.profiling import ProfiledRunner
+from radixserve.engine.recorded_model import RecordedModel
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
 from radixserve.engine.sizing import (
     choose_dtype,
     choose_model_len,
+    choose_native_kv_dtype,
     choose_num_pages,
     choose_overlap,
     choose_page_size,
     choose_step_tokens,
     cpu_kv_bytes,
     cuda_kv_bytes,
+    wants_native,
 )
 from radixserve.engine.text.text_model import load_text_model
 from radixserve.engine.warmup import warm_up
+from radixserve.engine.weight_packing import can_pack_model, describe_weights
 from radixserve.engine.weights import Progress
-from radixserve.kernels.interface import AttentionShape
+from radixserve.kernels.interface import AttentionKernel, AttentionShape, Ops
+from radixserve.kernels.native_ops import NativeAttention, NativeOps
 from radixserve.kernels.select import (
     BackendUnavailable,
     select_attention,
     select_decode_inputs,
     select_draw,
+    select_native,
     select_ops,
 )
 from radixserve.kvcache.manager import CacheManager
@@ -67,10 +74,12 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     device = _resolve_device(config)
     files = resolve_model(config.model, config.load_format)
     spec = load_spec(files)
-    sizes = _resolve_sizes(config, spec, device)
-    model = load_model(config, files, spec, sizes.dtype, device, sizes.max_model_len, progress)
+    kernels = _choose_kernels(config, spec, device, progress)
+    sizes = _resolve_sizes(config, spec, kernels, device)
+    packing = config.cpu_weights if isinstance(kernels.ops, NativeOps) else None
+    model = load_model(config, files, spec, kernels.dtype, device, sizes.max_model_len, packing, progress)
     progress("sizing the KV cache", 1.0)
-    parts = _Parts(config, spec, sizes, model)
+    parts = _Parts(config, spec, sizes, model, kernels)
     num_pages = parts.choose_num_pages()
     runner = parts.runner(num_pages)
     parts.prepare(runner, progress)
@@ -88,9 +97,9 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         overlap=choose_overlap(config, device.type),
         reads_shared=runner.reads_shared,
         description=(
-            f"{config.model} ({spec.family}) in {str(sizes.dtype).removeprefix('torch.')} on {_name(device)}; "
-            f"kernels: {runner.kernels}; KV cache of {num_pages * sizes.page_size:,} tokens ({num_pages:,} pages of "
-            f"{sizes.page_size}); context of {sizes.max_model_len:,} tokens"
+            f"{config.model} ({spec.family}) in {describe_weights(model)} on {_name(device)}; "
+            f"kernels: {runner.kernels}{kernels.notice}; KV cache of {num_pages * sizes.page_size:,} tokens "
+            f"({num_pages:,} pages of {sizes.page_size}); context of {sizes.max_model_len:,} tokens"
         ),
     )
 
@@ -100,7 +109,7 @@ class _Sizes:
     """What "auto" came to."""
 
     device: torch.device
-    dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_model_len: int
     page_size: int
     step_tokens: int
@@ -111,6 +120,16 @@ class _Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kernels:
+    """The operations of layers. ``dtype``: of activations and of weights that are not packed. ``notice``: what people
+    should know about the choice, if anything."""
+
+    ops: Ops
+    dtype: torch.dtype
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
     """What a runner is made of, but for the number of its KV pages."""
 
@@ -118,6 +137,7 @@ class _Parts:
     spec: ModelSpec
     sizes: _Sizes
     model: Decoder
+    kernels: _Kernels
 
     def runner(self, num_pages: int) -> ModelRunner:
         spec, sizes, config = self.spec, self.sizes, self.config
@@ -126,39 +146,47 @@ class _Parts:
             spec.num_kv_heads,
             spec.head_dim,
             sizes.page_size,
-            sizes.dtype,
+            sizes.kv_dtype,
             spec.attention_scale,
             spec.attention_softcap,
             spec.windows,
         )
         try:
-            attention = select_attention(
-                config.attention_backend,
-                shape,
-                sizes.device,
-                config.max_num_seqs,
-                reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
-            )
+            model, attention = self._with_attention(shape)
             kv = MHAKVCache.allocate(
                 spec.num_layers,
                 num_pages,
                 sizes.page_size,
                 spec.num_kv_heads,
                 spec.head_dim,
-                sizes.dtype,
+                sizes.kv_dtype,
                 sizes.device,
             )
         except (BackendUnavailable, MemoryError) as error:
             raise ConfigError(str(error)) from error
         return ModelRunner(
-            self.model,
+            model,
             kv,
             attention,
-            select_ops(sizes.device, sizes.dtype),
+            self.kernels.ops,
             Sampler(config.max_num_seqs, spec.vocab_size, sizes.device, select_draw(sizes.device)),
             max_rows=config.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
         )
+
+    def _with_attention(self, shape: AttentionShape) -> tuple[CausalLM, AttentionKernel]:
+        """The model as it runs, and its attention."""
+        config, ops = self.config, self.kernels.ops
+        if not isinstance(ops, NativeOps):
+            return self.model, select_attention(
+                config.attention_backend,
+                shape,
+                self.sizes.device,
+                config.max_num_seqs,
+                reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
+            )
+        native = NativeAttention(shape, ops)
+        return RecordedModel(self.model, ops, native, max(self.sizes.step_tokens, config.max_num_seqs)), native
 
     def choose_num_pages(self) -> int:
         spec, sizes, config = self.spec, self.sizes, self.config
@@ -173,7 +201,7 @@ class _Parts:
         return choose_num_pages(
             config,
             free_bytes,
-            page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, sizes.dtype),
+            page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, sizes.kv_dtype),
             sizes.page_size,
             sizes.max_model_len,
             config.max_num_seqs * sizes.max_model_len,
@@ -242,11 +270,31 @@ def _resolve_device(config: ServeConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _resolve_sizes(config: ServeConfig, spec: ModelSpec, device: torch.device) -> _Sizes:
+def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, progress: Progress) -> _Kernels:
+    notice = ""
+    if wants_native(config, config.dtype, device.type):
+        try:
+            if config.attention_backend not in ("auto", "native"):
+                raise BackendUnavailable(f"they do not go with --attention-backend {config.attention_backend}")
+            if not can_pack_model(create_model(spec, torch.float32, torch.device("meta"), 1)):
+                raise BackendUnavailable("the sizes of this model do not fit them")
+            ops = select_native(torch.get_num_threads(), lambda detail: progress(detail, 0.0))
+            return _Kernels(ops, torch.float32)
+        except BackendUnavailable as error:
+            if config.cpu_weights in ("int4", "int8"):
+                raise ConfigError(f"cpu_weights {config.cpu_weights} needs the native kernels: {error}") from error
+            notice = f" (slow: the native kernels cannot be used: {error})"
+    requested = {"fp32": "float32", "bf16": "bfloat16"}.get(config.cpu_weights, config.dtype)
     has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    dtype = choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
+    return _Kernels(select_ops(device, dtype), dtype, notice)
+
+
+def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: _Kernels, device: torch.device) -> _Sizes:
+    is_native = isinstance(kernels.ops, NativeOps)
     return _Sizes(
         device=device,
-        dtype=choose_dtype(config.dtype, spec.dtype, device.type, has_native_bf16),
+        kv_dtype=choose_native_kv_dtype(config.dtype) if is_native else kernels.dtype,
         max_model_len=choose_model_len(config, spec),
         page_size=choose_page_size(config),
         step_tokens=choose_step_tokens(config, device.type),

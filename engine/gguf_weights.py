@@ -16,7 +16,9 @@ from torch import Tensor
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import GGUFFile, GGUFTensor
 from radixserve.engine.model_spec import ModelSpec
+from radixserve.engine.weight_packing import store_rows
 from radixserve.engine.weights import StoredTensor
+from radixserve.kernels.packing import PANEL, WeightKind, pack_q4, pack_q8
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK_NAMES = {
@@ -52,6 +54,9 @@ _T = GGMLQuantizationType
 _SUPPORTED = (
     _T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K,
 )  # fmt: skip
+# What the packed layouts hold as it is; others are rounded to the next finer one.
+_EXACT = {_T.Q4_0: WeightKind.Q4, _T.Q4_1: WeightKind.Q4, _T.Q4_K: WeightKind.Q4, _T.Q8_0: WeightKind.Q8}
+_FLOATS = (_T.F32, _T.F16, _T.BF16)
 _CHUNK_ELEMENTS = 1 << 18  # dequantized at a time: 1 MiB of fp32, so that intermediate results stay in the cache
 
 
@@ -66,7 +71,9 @@ def gguf_tensors(gguf: GGUFFile, spec: ModelSpec) -> Iterator[StoredTensor]:
                 f"{gguf.path.name}: {tensor.name} is {tensor.quantization.name}, which is not supported ({supported})"
             )
         name = _checkpoint_name(tensor.name, {**_BLOCK_NAMES, **_FAMILY_NAMES.get(spec.family, {})})
-        yield StoredTensor(name, tensor.shape, tensor.num_bytes, partial(_copy, gguf, tensor, spec))
+        pack = partial(_pack, gguf, tensor, spec) if tensor.quantization in _EXACT else None
+        copy = partial(_copy, gguf, tensor, spec)
+        yield StoredTensor(name, tensor.shape, tensor.num_bytes, copy, _packed_kind(tensor), pack)
 
 
 def _checkpoint_name(name: str, block_names: Mapping[str, str]) -> str:
@@ -89,6 +96,60 @@ def _copy(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor) ->
             values = dequantize(rows[first : first + len(some)], tensor.quantization)
             some.copy_(torch.from_numpy(np.require(values, np.float32, ["C", "W"])))
             first += len(some)
+
+
+def _packed_kind(tensor: GGUFTensor) -> WeightKind:
+    if tensor.quantization in _FLOATS:
+        return WeightKind.BF16
+    return _EXACT.get(tensor.quantization, WeightKind.Q8)
+
+
+def _pack(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor) -> None:
+    rows = _half_rotation_order(gguf.raw(tensor.name).reshape(tensor.shape[0], -1), tensor, spec)
+    step = max(PANEL, _CHUNK_ELEMENTS // tensor.shape[-1] // PANEL * PANEL)
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        whole = np.zeros((-(-len(part) // PANEL) * PANEL, part.shape[1]), np.uint8)
+        whole[: len(part)] = part
+        store_rows(torch.from_numpy(pack_gguf(whole, tensor.quantization)), place, first)
+
+
+def pack_gguf(rows: NDArray[np.uint8], quantization: GGMLQuantizationType) -> NDArray[np.uint8]:
+    """Rows of blocks in a file's layout -> the packed layout, [rows, bytes a row] both; ``quantization``: one that has
+    a packed layout."""
+    num_rows = len(rows)
+    if quantization == _T.Q4_K:
+        return _pack_q4_k(rows.reshape(num_rows, -1, 144))
+    block_bytes = {_T.Q4_0: 18, _T.Q4_1: 20, _T.Q8_0: 34}[quantization]
+    blocks = np.ascontiguousarray(rows).reshape(num_rows, -1, block_bytes)
+    d = _fp16(blocks, 0)
+    if quantization == _T.Q8_0:
+        return pack_q8(np.ascontiguousarray(blocks[..., 2:]).view(np.int8), d)
+    minima = _fp16(blocks, 2) if quantization == _T.Q4_1 else np.float16(-8) * d
+    nibbles = blocks[..., -16:]
+    return pack_q4(np.concatenate((nibbles & np.uint8(15), nibbles >> np.uint8(4)), -1), d, minima)
+
+
+def _pack_q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Blocks of 256: d, dmin, eight 6-bit scales and minima in 12 bytes, nibbles; w = d scale q - dmin minimum. The
+    products of two rounded factors are rounded to fp16 once more, by 2 ** -12 at most."""
+    d, dmin = (_fp16(blocks, at).astype(np.float32)[..., None] for at in (0, 2))
+    low, middle, high = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    six, four = np.uint8(63), np.uint8(15)
+    scales = np.concatenate((low & six, (high & four) | ((low >> np.uint8(6)) << np.uint8(4))), -1)
+    minima = np.concatenate((middle & six, (high >> np.uint8(4)) | ((middle >> np.uint8(6)) << np.uint8(4))), -1)
+    nibbles = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+    q = np.concatenate((nibbles & four, nibbles >> np.uint8(4)), -2)  # each 32 bytes hold two runs of 32 columns
+    rows, count = len(blocks), blocks.shape[1] * 8
+    return pack_q4(
+        q.reshape(rows, count, 32),
+        (d * scales).astype(np.float16).reshape(rows, count),
+        (-dmin * minima).astype(np.float16).reshape(rows, count),
+    )
+
+
+def _fp16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
 
 
 def _half_rotation_order(rows: NDArray[np.uint8], tensor: GGUFTensor, spec: ModelSpec) -> NDArray[np.uint8]:

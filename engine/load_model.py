@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 
 from radixserve.configs.schema import ServeConfig
@@ -13,7 +15,9 @@ from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
 from radixserve.engine.models.registry import create_model
-from radixserve.engine.weights import Progress, fill_random, load_weights, safetensors_tensors
+from radixserve.engine.weight_packing import pack_model
+from radixserve.engine.weights import Progress, StoredTensor, fill_random, load_weights, safetensors_tensors
+from radixserve.kernels.packing import WeightKind
 
 _MOST_THREADS = 8  # that read weights: more only make a disk seek
 
@@ -25,27 +29,41 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_positions: int,
+    packing: str | None,
     progress: Progress,
 ) -> Decoder:
-    """The model of ``files`` on ``device``. Raises ``ConfigError`` when memory is short, ``ModelError`` when the
-    weights do not fit the spec."""
-    needed = weight_bytes(spec, dtype)
+    """The model of ``files`` on ``device``; ``packing``: ``--cpu-weights`` for the native CPU kernels, None for others.
+    Raises ``ConfigError`` when memory is short, ``ModelError`` when the weights do not fit the spec."""
+    stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec))
+    kinds = {tensor.name: tensor.kind for tensor in stored}
+    needed = weight_bytes(spec, dtype, packing, kinds)
     free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:  # Linux would promise the memory, and then end the process that uses it.
         raise ConfigError(
             f"the weights take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free on {device}. Choose a "
-            f"smaller model, a narrower --dtype or a machine with more memory"
+            f"smaller model, a narrower --dtype or --cpu-weights, or a machine with more memory"
         )
     model = create_model(spec, dtype, device, max_positions)
+    if packing is not None:
+        pack_model(model, packing, kinds)
     if config.load_format == "dummy":
         fill_random(model, config.seed)
         return model
-    stored = gguf_tensors(read_gguf(files.gguf), spec) if files.gguf else safetensors_tensors(files.weights, spec)
     load_weights(model, stored, progress, min(usable_cores(), _MOST_THREADS))
     return model
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of a model in memory."""
+def _stored_tensors(files: ModelFiles, spec: ModelSpec) -> Iterator[StoredTensor]:
+    if files.gguf:
+        return gguf_tensors(read_gguf(files.gguf), spec)
+    return safetensors_tensors(files.weights, spec)
+
+
+def weight_bytes(
+    spec: ModelSpec, dtype: torch.dtype, packing: str | None = None, kinds: Mapping[str, WeightKind] | None = None
+) -> int:
+    """Of a model in memory; ``packing`` and ``kinds``: see ``pack_model``."""
     model = create_model(spec, dtype, torch.device("meta"), max_positions=1)
+    if packing is not None:
+        pack_model(model, packing, kinds or {})
     return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())

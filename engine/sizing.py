@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from radixserve.configs.schema import CacheOptions, ModelOptions, SchedulerOptions
+from radixserve.configs.schema import CacheOptions, ModelOptions, RunnerOptions, SchedulerOptions
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.kvcache.mha import pages_that_fit
@@ -26,6 +26,21 @@ def choose_dtype(requested: str, checkpoint: str, device: str, has_native_bf16: 
     if device == "cpu":
         return torch.bfloat16 if has_native_bf16 else torch.float32
     return torch.float16 if checkpoint == "float16" else torch.bfloat16
+
+
+def wants_native(options: RunnerOptions, dtype: str, device: str) -> bool:
+    """Whether the native CPU kernels are what the options ask for. A type of weights and KV that is asked for by name
+    is what torch computes with; beside ``cpu_weights`` it is that of the KV cache."""
+    if device != "cpu" or options.cpu_weights == "fp32":
+        return False
+    return options.cpu_weights != "auto" or dtype == "auto"
+
+
+def choose_native_kv_dtype(requested: str) -> torch.dtype:
+    """Raises ``ConfigError`` for what the native kernels do not store."""
+    if requested == "float16":
+        raise ConfigError("dtype float16 does not go with --cpu-weights; use --dtype bfloat16 or float32")
+    return torch.bfloat16 if requested == "auto" else _DTYPES[requested]
 
 
 def choose_model_len(options: ModelOptions, spec: ModelSpec) -> int:

@@ -19,6 +19,8 @@ from radixserve.engine.layers.experts import Experts
 from radixserve.engine.layers.linear import MergedLinear
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
+from radixserve.engine.weight_packing import columns, fits_shape, is_packed, store_packed
+from radixserve.kernels.packing import WeightKind, kind_of
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share of it that is done, 0..1)."""
@@ -32,12 +34,26 @@ _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I1
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. ``copy_to`` reads it into a tensor of its shape, of any dtype and device."""
+    """A tensor in a file. ``copy_to`` reads it into a tensor of its shape, of any dtype and device; ``pack_to``, if
+    there is one, into a place packed as ``kind``, where it loses nothing."""
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int  # in the file
     copy_to: Callable[[Tensor], None]
+    kind: WeightKind = WeightKind.BF16
+    pack_to: Callable[[Tensor], None] | None = None
+
+    def load_to(self, place: Tensor) -> None:
+        """Read it into ``place``, packed or not."""
+        if not is_packed(place):
+            self.copy_to(place)
+        elif self.pack_to is not None and kind_of(place, self.shape[1]) == self.kind:
+            self.pack_to(place)
+        else:
+            values = torch.empty(self.shape, dtype=torch.float32)
+            self.copy_to(values)
+            store_packed(values, place)
 
 
 def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Progress, num_threads: int = 1) -> None:
@@ -50,7 +66,7 @@ def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Pro
     total_bytes = max(1, sum(tensor.num_bytes for tensor in tensors))
     copied_bytes, started = 0, time.monotonic()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
-        copies = {threads.submit(tensor.copy_to, places[tensor.name]): tensor for tensor in tensors}
+        copies = {threads.submit(tensor.load_to, places[tensor.name]): tensor for tensor in tensors}
         try:
             for copy in as_completed(copies):
                 copy.result()
@@ -108,7 +124,12 @@ def fill_random(model: nn.Module, seed: int) -> None:
                 continue
             if parameter.device not in generators:
                 generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
-            parameter.normal_(0.0, _RANDOM_STD, generator=generators[parameter.device])
+            generator = generators[parameter.device]
+            if is_packed(parameter):
+                values = torch.empty(len(parameter), columns(module))
+                store_packed(values.normal_(0.0, _RANDOM_STD, generator=generator), parameter)
+            else:
+                parameter.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
 def _ways_to_store(path: str, module: nn.Module, kind: str, parameter: Tensor) -> list[dict[str, Tensor]]:
@@ -145,9 +166,9 @@ def _is_redundant(name: str, places: dict[str, Tensor]) -> bool:
 def _check_complete(places: dict[str, Tensor], tensors: list[StoredTensor]) -> None:
     found = {tensor.name: tensor.shape for tensor in tensors}
     wrong = [
-        f"{name} is {list(found[name])}, not {list(place.shape)}"
+        f"{name} is {list(found[name])}, not {list(place.shape)}{' packed' * is_packed(place)}"
         for name, place in places.items()
-        if name in found and found[name] != tuple(place.shape)
+        if name in found and not fits_shape(place, found[name])
     ]
     problems = [
         _listed("missing", [name for name in places if name not in found]),

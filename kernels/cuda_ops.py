@@ -19,8 +19,9 @@ class CudaOps:
     def __init__(self, pdl: bool) -> None:
         self._pdl = pdl
 
-    def embed(self, ids: Tensor, weight: Tensor, hidden_size: int) -> Tensor:
-        return F.embedding(ids, weight)
+    def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(ids, weight)
+        return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_ops.rms_norm(x, weight, eps, None, self._pdl)

@@ -90,8 +90,8 @@ class Ops(Protocol):
     """Pointwise and small fused operations of a transformer layer. Where the native CPU kernels are in use, weights may
     be packed (``packing.py``): uint8 [out, bytes a row]."""
 
-    def embed(self, ids: Tensor, weight: Tensor, hidden_size: int) -> Tensor:
-        """Rows ``ids`` int64 [T] of weight [vocab, hidden_size] -> [T, hidden_size]."""
+    def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
+        """Rows ``ids`` int64 [T] of weight [vocab, hidden_size] times ``scale`` -> [T, hidden_size]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

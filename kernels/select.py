@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from radixserve.kernels.interface import AttentionKernel, AttentionShape, DecodeInputs, DrawKernel, Ops
+from radixserve.kernels.native_library import NativeUnavailable, load_native
+from radixserve.kernels.native_ops import NativeOps
 from radixserve.kernels.torch_attention import TorchAttention
 from radixserve.kernels.torch_ops import TorchOps
 
@@ -24,8 +27,17 @@ class BackendUnavailable(Exception):
     """A kernel backend cannot be used here; the message says why and what to do."""
 
 
+def select_native(num_threads: int, report: Callable[[str], None]) -> NativeOps:
+    """The native kernels of a CPU, for packed weights; ``report`` is told if they must be compiled first. Raises
+    ``BackendUnavailable``."""
+    try:
+        return NativeOps(load_native(num_threads, report))
+    except NativeUnavailable as error:
+        raise BackendUnavailable(str(error)) from error
+
+
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """Operations of a layer for ``device`` and activations of ``dtype``."""
+    """Operations of a layer for ``device`` and activations of ``dtype``; ``select_native`` for packed weights."""
     if device.type != "cuda" or dtype not in _HALF_TYPES:
         return TorchOps()
     from radixserve.kernels.cuda_ops import CudaOps  # Triton comes with torch for CUDA only

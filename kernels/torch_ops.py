@@ -13,8 +13,9 @@ _REFINED_LOGITS = 16
 class TorchOps:
     """Stateless; see ``Ops`` for shapes. Never synchronises with the device."""
 
-    def embed(self, ids: Tensor, weight: Tensor, hidden_size: int) -> Tensor:
-        return F.embedding(ids, weight)
+    def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(ids, weight)
+        return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:

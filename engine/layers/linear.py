@@ -48,8 +48,7 @@ class Embedding(nn.Module):
         self.hidden_size = hidden_size
         self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype)
         # Rounded to the type of the weights, as the models were trained.
-        self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
+        self.scale = torch.tensor(scale or 1.0, dtype=dtype, device="cpu").item()
 
     def forward(self, ids: Tensor, ops: Ops) -> Tensor:
-        rows = ops.embed(ids, self.weight, self.hidden_size)
-        return rows if self.scale is None else rows * self.scale
+        return ops.embed(ids, self.weight, self.hidden_size, self.scale)

@@ -1,0 +1,107 @@
+"""Which matrices of a model are packed for the native CPU kernels, as what, and how stored tensors get there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from radixserve.engine.layers.experts import Experts
+from radixserve.engine.layers.linear import Embedding, Linear, MergedLinear
+from radixserve.kernels.packing import PANEL, WeightKind, can_pack, empty_packed, kind_of, pack, row_bytes
+
+_FORCED = {"int4": WeightKind.Q4, "int8": WeightKind.Q8, "bf16": WeightKind.BF16}
+_NAMES = {WeightKind.Q4: "int4", WeightKind.Q8: "int8", WeightKind.BF16: "bfloat16"}
+_CHUNK_ELEMENTS = 1 << 20  # packed at a time, so that no second copy of a large matrix is made
+
+
+def can_pack_model(model: nn.Module) -> bool:
+    """Whether all matrices of ``model`` are of a kind and size that the kernels take."""
+    if any(isinstance(module, Experts) for module in model.modules()):
+        return False
+    return all(_fits(module) for _, module in _matrices(model))
+
+
+def pack_model(model: nn.Module, option: str, stored_kinds: Mapping[str, WeightKind]) -> None:
+    """Give all matrices of ``model`` room for packed weights, without values. ``option``: ``--cpu-weights``;
+    ``stored_kinds``: as what the checkpoint's tensors, by name, lose nothing."""
+    for path, module in _matrices(model):
+        kinds = [stored_kinds.get(name, WeightKind.BF16) for name in _stored_names(path, module)]
+        kind = _choose_kind(option, kinds, is_embedding=isinstance(module, Embedding) or path == "lm_head")
+        packed = empty_packed(kind, len(module.weight), columns(module), module.weight.device)
+        module.weight = nn.Parameter(packed, requires_grad=False)
+
+
+def describe_weights(model: nn.Module) -> str:
+    """The kinds of the model's matrices, for people."""
+    counts: dict[str, int] = {}
+    for _, module in _matrices(model):
+        name = str(module.weight.dtype).removeprefix("torch.")
+        if is_packed(module.weight):
+            name = _NAMES[kind_of(module.weight, columns(module))]
+        counts[name] = counts.get(name, 0) + len(module.weight) * columns(module)
+    return " and ".join(sorted(counts, key=lambda name: -counts[name]))
+
+
+def is_packed(place: Tensor) -> bool:
+    return place.dtype == torch.uint8
+
+
+def fits_shape(place: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` belongs in ``place``, packed or not."""
+    if not is_packed(place):
+        return shape == tuple(place.shape)
+    return len(shape) == 2 and shape[0] == len(place) and place.shape[1] in [row_bytes(k, shape[1]) for k in WeightKind]
+
+
+def store_packed(values: Tensor, place: Tensor) -> None:
+    """Round fp32 ``values`` [rows, cols] to what ``place`` [rows, bytes a row] is packed as."""
+    rows, cols = values.shape
+    kind = kind_of(place, cols)
+    step = max(PANEL, _CHUNK_ELEMENTS // cols // PANEL * PANEL)
+    for first in range(0, rows, step):
+        part = values[first : first + step]
+        whole = part.new_zeros(-(-len(part) // PANEL) * PANEL, cols)
+        whole[: len(part)] = part
+        store_rows(torch.from_numpy(pack(kind, whole.numpy())), place, first)
+
+
+def store_rows(packed: Tensor, place: Tensor, first: int) -> None:
+    """Copy whole panels to rows ``first`` and following of ``place``, whose last panel has room beyond its rows."""
+    room = place.as_strided(
+        (len(packed), place.shape[1]), place.stride(), place.storage_offset() + first * place.stride(0)
+    )
+    room.copy_(packed)
+
+
+def _matrices(model: nn.Module) -> list[tuple[str, Linear | Embedding]]:
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, (Linear, Embedding))]
+
+
+def _choose_kind(option: str, stored: list[WeightKind], is_embedding: bool) -> WeightKind:
+    """Auto is what the checkpoint has, where parts of a matrix differ the finest. 4 bits are too few for the table that
+    the logits come from."""
+    kind = max(stored) if option == "auto" else _FORCED[option]
+    return max(kind, WeightKind.Q8) if is_embedding and option != "auto" else kind
+
+
+def _fits(module: Linear | Embedding) -> bool:
+    """Rows of a part begin a panel; a vocabulary may end in the middle of one."""
+    if isinstance(module, Embedding):
+        return can_pack(PANEL, module.hidden_size)
+    parts = module.parts.values() if isinstance(module, MergedLinear) else [len(module.weight)]
+    return all(can_pack(rows, module.in_features) for rows in parts)
+
+
+def columns(module: nn.Module) -> int:
+    """Of the matrix of a linear layer or an embedding."""
+    assert isinstance(module, (Linear, Embedding))
+    return module.hidden_size if isinstance(module, Embedding) else module.in_features
+
+
+def _stored_names(path: str, module: Linear | Embedding) -> Iterable[str]:
+    if not isinstance(module, MergedLinear):
+        return [f"{path}.weight"]
+    parent = path.rpartition(".")[0]
+    return [f"{parent}.{part}.weight" for part in module.parts]

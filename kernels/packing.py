@@ -1,0 +1,105 @@
+"""Weights in the layout of the native CPU kernels: panels of 16 rows in blocks of 32 columns, see ``native.cpp``.
+
+A packed matrix is a uint8 tensor [rows, bytes a row], so that it can be cut and addressed by rows of 16 like the matrix
+it stands for; which kind it is follows from the number of bytes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 32  # columns that share a scale
+PANEL = 16  # rows that lie together
+_BLOCK_BYTES = (20, 34, 64)  # by kind, of one row
+
+
+class WeightKind(IntEnum):
+    """From coarse to fine: 4 bits with scale and minimum, 8 bits with scale, bf16."""
+
+    Q4 = 0
+    Q8 = 1
+    BF16 = 2
+
+
+def row_bytes(kind: WeightKind, cols: int) -> int:
+    return cols // BLOCK * _BLOCK_BYTES[kind]
+
+
+def kind_of(weight: Tensor, cols: int) -> WeightKind:
+    """What ``weight`` [rows, bytes a row] with ``cols`` columns is packed as."""
+    return WeightKind(_BLOCK_BYTES.index(weight.shape[1] * BLOCK // cols))
+
+
+def can_pack(rows: int, cols: int) -> bool:
+    return rows % PANEL == 0 and cols % BLOCK == 0
+
+
+def empty_packed(kind: WeightKind, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
+    """Room for a matrix, without values; the last panel is whole whatever ``rows`` is."""
+    panels = -(-rows // PANEL)
+    return torch.empty(panels * PANEL, row_bytes(kind, cols), dtype=torch.uint8, device=device)[:rows]
+
+
+def pack(kind: WeightKind, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Round ``values`` [rows, cols], both multiples of their units, to ``kind`` -> [rows, bytes a row]."""
+    match kind:
+        case WeightKind.Q4:
+            return pack_q4(*_round_q4(_blocks(values)))
+        case WeightKind.Q8:
+            return pack_q8(*_round_q8(_blocks(values)))
+        case WeightKind.BF16:
+            rounded = torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy()
+            pairs = rounded.reshape(-1, PANEL, values.shape[1] // BLOCK, BLOCK // 2, 2)
+            return np.ascontiguousarray(pairs.transpose(0, 2, 3, 1, 4)).view(np.uint8).reshape(len(values), -1)
+
+
+def pack_q4(q: NDArray[np.uint8], d: NDArray[np.float16], m: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """w = d q + m: q [rows, blocks, 32] in 0..15, d and m [rows, blocks]."""
+    nibbles = q[..., :16] | (q[..., 16:] << np.uint8(4))
+    return _panels(_by_columns(nibbles), d, m)
+
+
+def pack_q8(q: NDArray[np.int8], d: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """w = d q: q [rows, blocks, 32], d [rows, blocks]."""
+    unsigned = q.view(np.uint8) ^ np.uint8(128)
+    return _panels(_by_columns(unsigned), d)
+
+
+def _by_columns(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[rows, blocks, n] -> [panels, blocks, 16 n]: groups of four columns, each of all rows."""
+    rows, blocks, width = values.shape
+    groups = values.reshape(rows // PANEL, PANEL, blocks, width // 4, 4).transpose(0, 2, 3, 1, 4)
+    return groups.reshape(rows // PANEL, blocks, PANEL * width)
+
+
+def _panels(values: NDArray[np.uint8], *scales: NDArray[np.float16]) -> NDArray[np.uint8]:
+    panels, blocks, _ = values.shape
+    columns = [np.ascontiguousarray(s.reshape(panels, PANEL, blocks).transpose(0, 2, 1)) for s in scales]
+    parts = [values, *(column.view(np.uint8).reshape(panels, blocks, 2 * PANEL) for column in columns)]
+    return np.concatenate(parts, axis=-1).reshape(panels * PANEL, -1)
+
+
+def _blocks(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return values.reshape(len(values), -1, BLOCK)
+
+
+def _round_q4(blocks: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
+    lowest, highest = blocks.min(-1), blocks.max(-1)
+    d, m = ((highest - lowest) / 15).astype(np.float16), lowest.astype(np.float16)
+    q = np.rint((blocks - m.astype(np.float32)[..., None]) * _inverse(d)[..., None]).clip(0, 15).astype(np.uint8)
+    return q, d, m
+
+
+def _round_q8(blocks: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    d = (np.abs(blocks).max(-1) / 127).astype(np.float16)
+    return np.rint(blocks * _inverse(d)[..., None]).clip(-127, 127).astype(np.int8), d
+
+
+def _inverse(d: NDArray[np.float16]) -> NDArray[np.float32]:
+    wide = d.astype(np.float32)
+    return np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)

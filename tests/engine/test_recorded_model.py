@@ -1,0 +1,81 @@
+"""A recorded step stands in for a model's code only where it computes the same."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.engine.layers.context import ForwardContext
+from radixserve.engine.recorded_model import RecordedModel
+from radixserve.kernels.interface import AttentionShape, BatchLayout, Ops
+from radixserve.kernels.native_ops import NativeAttention, NativeOps
+from radixserve.kernels.packing import WeightKind, pack
+from radixserve.kernels.select import BackendUnavailable, select_native
+
+HIDDEN, VOCAB, HEADS, DIM, PAGE_SIZE = 64, 48, 4, 16, 4
+
+
+@pytest.fixture(scope="module")
+def ops() -> NativeOps:
+    try:
+        return select_native(1, print)
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def packed(rows: int, cols: int) -> Tensor:
+    return torch.from_numpy(
+        pack(WeightKind.Q8, np.random.default_rng(rows).normal(size=(rows, cols)).astype(np.float32))
+    )
+
+
+class OneLayer:
+    """A decoder layer that counts how often its code runs; ``doubles``: computes one thing with torch itself."""
+
+    def __init__(self, doubles: str | None):
+        self.doubles = doubles
+        self.calls = 0
+        self.norm = torch.ones(HIDDEN)
+        self.embedding, self.qkv = packed(VOCAB, HIDDEN), packed(3 * HEADS * DIM, HIDDEN)
+        self.out = packed(HIDDEN, HEADS * DIM)
+        angles = torch.outer(torch.arange(32.0), torch.rand(DIM // 2, generator=torch.Generator().manual_seed(0)))
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+
+    def __call__(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        self.calls += 1
+        stream = ctx.ops.embed(ids, self.embedding, HIDDEN)
+        if self.doubles is not None:
+            stream = stream * 2 if self.doubles == "new" else stream.mul_(2)
+        stream, qkv = ctx.ops.project(stream, None, self.norm, 1e-5, self.qkv)
+        caches = ctx.k_caches[0], ctx.v_caches[0]
+        q = ctx.ops.rope_store(qkv, ctx.positions, self.cos_sin, ctx.slots, *caches, None, None, 1e-5)
+        attended = ctx.attention.run(q, *caches).flatten(1)
+        stream, _ = ctx.ops.add_linear(stream, attended, self.out)
+        return ctx.ops.rms_norm(stream, self.norm, 1e-5)
+
+    def logits(self, hidden: Tensor, ops: Ops, out: Tensor | None = None) -> Tensor:
+        return ops.logits(hidden, self.embedding, out)
+
+
+def step(model: OneLayer | RecordedModel, ops: NativeOps, attention: NativeAttention, num_tokens: int) -> Tensor:
+    """Logits of a prompt of ``num_tokens`` tokens."""
+    caches = tuple(torch.zeros(8, PAGE_SIZE, HEADS, DIM) for _ in range(2))
+    arrays = [np.array(a, np.int32) for a in ([0], [num_tokens], [0, num_tokens], [[3, 1, 4, 0, 2, 5, 7, 6]])]
+    attention.plan(BatchLayout(0, PAGE_SIZE, *(torch.from_numpy(a) for a in arrays), *arrays))
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    slots = torch.from_numpy(arrays[3])[0, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    context = ForwardContext(ops, attention, positions, slots, caches[:1], caches[1:])
+    ids = torch.arange(num_tokens) * 5 % VOCAB
+    return model.logits(model(ids, context), ops)
+
+
+@pytest.mark.parametrize(("doubles", "calls"), [(None, 3), ("new", 5), ("in place", 5)])
+def test_replays_what_the_model_computes(doubles: str | None, calls: int, ops: NativeOps) -> None:
+    """Its code runs for the first step, for the record, and for a step with more tokens than the record's; and always
+    where the record would leave something out."""
+    attention = NativeAttention(AttentionShape(HEADS, HEADS, DIM, PAGE_SIZE, torch.float32), ops)
+    model, plain = OneLayer(doubles), OneLayer(doubles)
+    recorded = RecordedModel(model, ops, attention, capacity=20)
+    for num_tokens in (7, 20, 1, 25):
+        torch.testing.assert_close(step(recorded, ops, attention, num_tokens), step(plain, ops, attention, num_tokens))
+    assert model.calls == calls
