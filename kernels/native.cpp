@@ -110,17 +110,17 @@ inline Floats from_fp16(const uint8_t* p) {
 #endif
 }
 
-// e^x for x <= 0 or moderate, to about 2 units of the last place: 2^n times a polynomial (Cephes).
+// e^x to a few millionths: 2^n times a polynomial, n found by adding a number so large that fractions fall off. What is
+// smaller than 2^-126 comes out as that, what is larger than 2^127 as that; a NaN stays one.
 inline Floats exp(Floats x) {
-  x = x < -87.0f ? spread(-87.0f) : x;
-  x = x > 88.0f ? spread(88.0f) : x;
-  Floats scaled = x * 1.44269504f;
-  Ints n = __builtin_convertvector(scaled + (scaled < 0.0f ? spread(-0.5f) : spread(0.5f)), Ints);
-  Floats whole = __builtin_convertvector(n, Floats);
-  Floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Floats p = spread(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
-  return (p * r * r + r + 1.0f) * (Floats)((n + 127) << 23);
+  constexpr float kRounder = 12582912.0f;
+  x *= 1.44269504f;
+  x = x < -126.0f ? spread(-126.0f) : x;
+  x = x > 127.0f ? spread(127.0f) : x;
+  const Floats shifted = x + kRounder, f = x - (shifted - kRounder);
+  Floats p = spread(1.33335581e-3f);
+  for (float c : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f}) p = p * f + c;
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
 // acc + the products of four unsigned bytes in each lane of w with the four signed bytes of a, summed. Where the machine
@@ -282,6 +282,7 @@ struct Scratch {
   Buffer<float> scale, total, row;
   Buffer<int32_t> sums;
   Buffer<uint16_t> wide;
+  Buffer<int64_t> ends;
 
   Activations room(size_t tokens, size_t cols, bool as_bf16) {
     const size_t blocks = cols / kBlock;
@@ -748,6 +749,124 @@ class Query {
   int64_t places_[kLanes];
 };
 
+// Queries of a chunk, block by block of keys (FlashAttention, arXiv 2205.14135). A vector holds one value of 16 rows, a row
+// being a query and one of the heads that share a key-value head: so no sum or maximum runs across a vector.
+template <class Cache>
+class QueryBlock {
+ public:
+  static constexpr int64_t kVectors = 4, kRows = kVectors * kLanes, kKeys = 32, kTogether = 8;
+
+  static int64_t queries(const Op& op) { return std::max<int64_t>(1, kRows / (op.q_heads / op.kv_heads)); }
+  static size_t room(const Op& op) { return op.head_dim * (2 * kKeys + 2 * kRows); }
+
+  QueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
+      : op_(op), pages_(step.page_table + step.rows[sequence] * step.table_stride), kv_head_(kv_head), first_(first),
+        group_(op.q_heads / op.kv_heads), rows_(count * group_), dim_(op.head_dim),
+        position_(step.kv_lens[sequence] - (step.query_starts[sequence + 1] - first)), last_(position_ + count - 1),
+        keys_(room), values_(keys_ + kKeys * dim_), queries_(values_ + kKeys * dim_), out_(queries_ + kRows * dim_) {}
+
+  void attend() {
+    const int64_t vectors = (rows_ + kLanes - 1) / kLanes;
+    for (int64_t v = 0; v < vectors; v++) start(v);
+    for (int64_t key = std::max<int64_t>(0, position_ - op_.window + 1) / kKeys * kKeys; key <= last_; key += kKeys) {
+      fetch(key);
+      for (int64_t v = 0; v < vectors; v++) add_block(v, key);
+    }
+    for (int64_t row = 0; row < rows_; row++) {
+      const float share = 1.0f / totals_[row / kLanes][row % kLanes];
+      float* to = op_.out + place(row);
+      for (int64_t d = 0; d < dim_; d++) to[d] = out_[(row / kLanes * dim_ + d) * kLanes + row % kLanes] * share;
+    }
+  }
+
+ private:
+  typedef typename Cache::Value Value;
+
+  int64_t place(int64_t row) const {
+    return ((first_ + row / group_) * op_.q_heads + kv_head_ * group_ + row % group_) * dim_;
+  }
+
+  // Queries with rows side by side, scaled; the rows that fill the last vector repeat the last one.
+  void start(int64_t v) {
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const int64_t row = std::min(v * kLanes + lane, rows_ - 1);
+      const float* q = op_.in + place(row);
+      for (int64_t d = 0; d < dim_; d++) queries_[(v * dim_ + d) * kLanes + lane] = q[d] * op_.score_scale;
+      positions_[v][lane] = (int32_t)(position_ + row / group_);
+    }
+    std::memset(out_ + v * dim_ * kLanes, 0, dim_ * sizeof(Floats));
+    tops_[v] = spread(-1e30f);  // finite: a window may leave a row none of the first keys
+    totals_[v] = Floats{};
+  }
+
+  // Keys and values in fp32; those after the last one repeat it, and are masked.
+  void fetch(int64_t first) {
+    for (int64_t k = 0; k < kKeys; k++) {
+      const int64_t token = std::min(first + k, last_);
+      const int64_t slot = (int64_t)pages_[token / op_.page_size] * op_.page_size + token % op_.page_size;
+      const int64_t at = (slot * op_.kv_heads + kv_head_) * dim_;
+      for (int64_t d = 0; d < dim_; d += kLanes) {
+        store(keys_ + k * dim_ + d, Cache::get((const Value*)op_.k_cache + at + d));
+        store(values_ + k * dim_ + d, Cache::get((const Value*)op_.v_cache + at + d));
+      }
+    }
+  }
+
+  void add_block(int64_t v, int64_t first) {
+    Floats scores[kKeys];
+    const float* queries = queries_ + v * dim_ * kLanes;
+    for (int64_t k = 0; k < kKeys; k += kTogether) {
+      Floats acc[kTogether] = {};
+      for (int64_t d = 0; d < dim_; d++) {
+        const Floats q = load<Floats>(queries + d * kLanes);
+        for (int64_t i = 0; i < kTogether; i++) acc[i] += q * keys_[(k + i) * dim_ + d];
+      }
+      for (int64_t i = 0; i < kTogether; i++) scores[k + i] = acc[i];
+    }
+    if (op_.softcap != 0)
+      for (Floats& score : scores) score = op_.softcap * (1.0f - 2.0f / (exp(score * (2.0f / op_.softcap)) + 1.0f));
+    if (first + kKeys - 1 > position_ || first <= last_ - op_.window) mask(v, first, scores);
+    const Floats top = weigh(v, scores);
+    const Floats shrink = exp(tops_[v] - top);
+    tops_[v] = top;
+    totals_[v] *= shrink;
+    for (const Floats& weight : scores) totals_[v] += weight;
+    float* out = out_ + v * dim_ * kLanes;
+    for (int64_t d = 0; d < dim_; d += kTogether) {
+      Floats acc[kTogether];
+      for (int64_t i = 0; i < kTogether; i++) acc[i] = load<Floats>(out + (d + i) * kLanes) * shrink;
+      for (int64_t k = 0; k < kKeys; k++)
+        for (int64_t i = 0; i < kTogether; i++) acc[i] += scores[k] * values_[k * dim_ + d + i];
+      for (int64_t i = 0; i < kTogether; i++) store(out + (d + i) * kLanes, acc[i]);
+    }
+  }
+
+  void mask(int64_t v, int64_t first, Floats* scores) const {
+    const int32_t window = (int32_t)std::min<int64_t>(op_.window, INT32_MAX / 2);
+    for (int64_t k = 0; k < kKeys; k++) {
+      const Ints distance = positions_[v] - (int32_t)(first + k);
+      scores[k] = (distance >= 0) & (distance < window) ? scores[k] : spread(-INFINITY);
+    }
+  }
+
+  // Scores become weights; returns their row's maximum so far.
+  Floats weigh(int64_t v, Floats* scores) const {
+    Floats top = tops_[v];
+    for (int64_t k = 0; k < kKeys; k++) top = scores[k] > top ? scores[k] : top;
+    for (int64_t k = 0; k < kKeys; k++) scores[k] = exp(scores[k] - top);
+    return top;
+  }
+
+  const Op& op_;
+  const int32_t* pages_;
+  const int64_t kv_head_, first_, group_, rows_, dim_;
+  const int64_t position_, last_;  // of the first and the last query
+  float *keys_, *values_;          // [kKeys][dim]
+  float *queries_, *out_;          // [kVectors][dim][16]
+  Floats tops_[kVectors], totals_[kVectors];
+  Ints positions_[kVectors];
+};
+
 // ---- A step --------------------------------------------------------------------------------------------------------------
 
 // Walks one thread through the operations.
@@ -804,6 +923,8 @@ class Walker {
 
   void linear(const Op& op, std::atomic<int64_t>& claimed);
   void attend_all(const Op& op, std::atomic<int64_t>& claimed);
+  template <class Cache>
+  void attend_cached(const Op& op, std::atomic<int64_t>& claimed);
   void embed(const Op& op, int64_t token);
 
   const Step& step_;
@@ -847,18 +968,34 @@ void Walker::linear(const Op& op, std::atomic<int64_t>& claimed) {
 }
 
 void Walker::attend_all(const Op& op, std::atomic<int64_t>& claimed) {
-  const int64_t group = op.q_heads / op.kv_heads, width = (int64_t)op.q_heads * op.head_dim;
-  claim(claimed, step_.tokens * op.kv_heads, 1, [&](int64_t task) {
-    const int64_t token = task / op.kv_heads, head = task % op.kv_heads;
-    const int32_t* after = std::upper_bound(step_.query_starts, step_.query_starts + step_.sequences + 1, (int32_t)token);
-    const int64_t sequence = after - step_.query_starts - 1;
-    const int64_t kv_len = step_.kv_lens[sequence] - (step_.query_starts[sequence + 1] - 1 - token);
-    const int64_t at = token * width + head * group * op.head_dim;
+  if (op.cache_bf16)
+    attend_cached<Bf16Cache>(op, claimed);
+  else
+    attend_cached<Fp32Cache>(op, claimed);
+}
+
+// A piece of work is a key-value head of a decode, or of a block of queries.
+template <class Cache>
+void Walker::attend_cached(const Op& op, std::atomic<int64_t>& claimed) {
+  const int64_t group = op.q_heads / op.kv_heads, per_block = QueryBlock<Cache>::queries(op);
+  int64_t* ends = own_.ends.at_least(step_.sequences);
+  for (int64_t s = 0; s < step_.sequences; s++) {
+    const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];
+    ends[s] = (s ? ends[s - 1] : 0) + (queries + per_block - 1) / per_block * op.kv_heads;
+  }
+  claim(claimed, ends[step_.sequences - 1], 1, [&](int64_t task) {
+    const int64_t s = std::upper_bound(ends, ends + step_.sequences, task) - ends;
+    const int64_t number = task - (s ? ends[s - 1] : 0), head = number % op.kv_heads;
+    const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block;
+    const int64_t count = std::min(per_block, step_.query_starts[s + 1] - first), kv_len = step_.kv_lens[s];
+    if (step_.query_starts[s + 1] - step_.query_starts[s] > 1) {
+      float* room = own_.row.at_least(QueryBlock<Cache>::room(op));
+      QueryBlock<Cache>(op, step_, s, head, first, count, room).attend();
+      return;
+    }
+    const int64_t at = (first * op.kv_heads + head) * group * op.head_dim;
     float* scores = own_.row.at_least(group * (kv_len + kLanes));
-    if (op.cache_bf16)
-      Query<Bf16Cache>(op, step_, sequence, head, kv_len, scores).attend(op.in + at, op.out + at);
-    else
-      Query<Fp32Cache>(op, step_, sequence, head, kv_len, scores).attend(op.in + at, op.out + at);
+    Query<Cache>(op, step_, s, head, kv_len, scores).attend(op.in + at, op.out + at);
   });
 }
 
