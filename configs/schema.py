@@ -93,6 +93,9 @@ class SchedulerOptions(OptionGroup):
 
     max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Token budget of a step (default: by device)")
+    target_itl_ms: float | None = Field(
+        None, gt=0, description="Prompts beside streams get what fits into steps of so long (default: by device)"
+    )
     max_num_queued_reqs: int = Field(1024, ge=1, description="Requests that may wait; one more is answered 429")
     max_num_queued_tokens: int = Field(
         4_194_304, ge=1, description="Prompt tokens that may wait, all requests together; more are answered 429"

@@ -32,6 +32,7 @@ from radixserve.engine.sizing import (
     choose_overlap,
     choose_page_size,
     choose_step_tokens,
+    choose_target_itl,
     cpu_kv_bytes,
     cuda_kv_bytes,
     wants_native,
@@ -94,6 +95,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_num_batched_tokens=sizes.step_tokens,
+        target_itl_s=choose_target_itl(config, device.type),
         overlap=choose_overlap(config, device.type),
         reads_shared=runner.reads_shared,
         description=(

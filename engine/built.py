@@ -15,9 +15,9 @@ from radixserve.kvcache.manager import CacheManager
 class BuiltEngine:
     """A loaded model, its KV cache, and the sizes that were "auto" in the configuration.
 
-    ``max_num_batched_tokens`` is the token budget of a step; ``reads_shared``: the runner wants to know which decodes
-    share a prefix; ``description`` is one line for people, its clauses
-    separated by semicolons.
+    ``max_num_batched_tokens`` is the token budget of a step, ``target_itl_s`` its time when it also decodes;
+    ``reads_shared``: the runner wants to know which decodes share a prefix; ``description`` is one line for people, its
+    clauses separated by semicolons.
     """
 
     runner: Runner
@@ -30,11 +30,18 @@ class BuiltEngine:
     overlap: bool
     reads_shared: bool
     description: str
+    target_itl_s: float | None = None
 
 
 def new_scheduler(built: BuiltEngine, config: ServeConfig) -> Scheduler:
     """The scheduler that feeds ``built.runner``."""
-    limits = SchedulerLimits(built.max_model_len, built.vocab_size, built.max_num_batched_tokens, built.eos_token_ids)
+    limits = SchedulerLimits(
+        max_model_len=built.max_model_len,
+        vocab_size=built.vocab_size,
+        step_tokens=built.max_num_batched_tokens,
+        eos_token_ids=built.eos_token_ids,
+        target_itl_s=built.target_itl_s,
+    )
     shares_prefixes = not config.disable_radix_cache
     tells_shared = shares_prefixes and built.reads_shared
     return Scheduler(

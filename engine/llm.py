@@ -6,7 +6,7 @@ import operator
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -68,7 +68,8 @@ class LLM:
         with explained_lack_of_memory(model), shown as show:
             built = build_engine(config, show)
         self._text = _load_text(config)
-        self._scheduler = new_scheduler(built, config)
+        # Nobody watches the tokens come, so how a prompt is cut need not depend on the time that steps take.
+        self._scheduler = new_scheduler(replace(built, target_itl_s=None), config)
         self._grammars = built.grammars
         self._pipeline: StepPipeline | None = StepPipeline(self._scheduler, built.runner, overlap=built.overlap)
         self._num_requests = 0

@@ -18,6 +18,7 @@ from radixserve.engine.admission import Admission
 from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask_words
 from radixserve.engine.messages import EngineStats, Outputs, Rejected, Submit, TokenLogprobs
 from radixserve.engine.outbox import Outbox
+from radixserve.engine.pace import PrefillPace
 from radixserve.engine.policy import POLICIES
 from radixserve.engine.prefill import decode_limit, share_budget
 from radixserve.engine.request import Request, RequestKey, refusal
@@ -35,12 +36,14 @@ Share = tuple[Request, int]  # a request and the number of its known tokens that
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Sizes in tokens, once "auto" is resolved. ``step_tokens``: the budget of one step."""
+    """Sizes in tokens, once "auto" is resolved. ``step_tokens``: the budget of one step; ``target_itl_s``: seconds that
+    a step with decodes should take at most, however many prompts wait (None: no limit)."""
 
     max_model_len: int
     vocab_size: int
     step_tokens: int
     eos_token_ids: tuple[int, ...] = ()
+    target_itl_s: float | None = None
 
 
 class Scheduler:
@@ -71,6 +74,7 @@ class Scheduler:
         self._rank = policy.rank
         self._options = options
         self._clock = clock
+        self._pace = PrefillPace(limits.target_itl_s, clock)
         self._pool_tokens = cache.stats().total_tokens
         self._seeds = random.Random(seed)  # noqa: S311 (not for secrets)
         self._requests: dict[RequestKey, Request] = {}  # accepted and not ended
@@ -192,6 +196,8 @@ class Scheduler:
         while True:
             decode_rows = self._running.decodes.due()
             budget = self._limits.step_tokens - len(decode_rows)
+            if len(decode_rows):
+                budget = self._pace.limit(budget)
             if not retracted:  # else who had to step back would return at once
                 self._count_prompts(self._admission.admit(budget))
             shares = self._share(budget)
@@ -220,6 +226,7 @@ class Scheduler:
     def complete(self, plan: StepPlan, result: StepResult) -> None:
         """Take in the tokens of the oldest launched plan."""
         self._running.complete_step(plan.step)
+        self._pace.completed(plan)
         tokens = result.token_ids.tolist()
         failed = result.failed.tolist()
         logprobs = result.logprobs or [None] * len(tokens)
@@ -240,6 +247,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, reason: str) -> None:
         """The oldest launched plan raised: its requests end with an error, the others go on."""
         self._running.complete_step(plan.step)
+        self._pace.completed(plan)
         rows = [*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks)]
         for row in rows:
             self._fail(self._running.by_row[row], reason)
@@ -302,6 +310,7 @@ class Scheduler:
 
     def _plan(self, decode_rows: Int32s, shares: Sequence[Share]) -> StepPlan:
         self._outbox.counters.steps += 1
+        self._pace.planned()
         step, decodes = self._outbox.counters.steps, self._running.decodes
         kv_lens = decodes.next_lens(decode_rows)
         decodes.advance(decode_rows)

@@ -13,6 +13,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _PAGE_TOKENS = 16
 # A step must be long enough to be efficient and short enough not to keep decodes waiting.
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+# A CPU would compute prompts in small, dear pieces.
+_TARGET_ITL_MS = {"cpu": None, "cuda": 50.0}
 # On the CPU the KV cache shares memory with everything else.
 _CPU_MEMORY_SHARE = 0.4
 _CPU_KV_BYTES = 4 << 30
@@ -62,6 +64,12 @@ def choose_page_size(options: CacheOptions) -> int:
 def choose_step_tokens(options: SchedulerOptions, device: str) -> int:
     """Token budget of a step."""
     return options.max_num_batched_tokens or _STEP_TOKENS[device]
+
+
+def choose_target_itl(options: SchedulerOptions, device: str) -> float | None:
+    """Seconds that a step should take beside streams, or None for no limit."""
+    target_ms = options.target_itl_ms or _TARGET_ITL_MS[device]
+    return None if target_ms is None else target_ms / 1e3
 
 
 def choose_overlap(options: SchedulerOptions, device: str) -> bool:

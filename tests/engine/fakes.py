@@ -313,6 +313,7 @@ class Harness:
         overlap: bool = True,
         radix: bool = True,
         options: SchedulerOptions | None = None,
+        target_itl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options or SchedulerOptions(max_num_seqs=16)
@@ -322,7 +323,7 @@ class Harness:
         self.cache = CacheManager(prefixes, num_pages, num_rows, max_pages)
         self.max_total = min(max_model_len, num_pages * page_size)
         self.runner = FakeRunner(page_size, num_pages, num_rows, max_pages, vocab_size, step_tokens)
-        limits = SchedulerLimits(max_model_len, vocab_size, step_tokens, (EOS,))
+        limits = SchedulerLimits(max_model_len, vocab_size, step_tokens, (EOS,), target_itl_s)
         self.scheduler = Scheduler(
             self.cache, limits, self.options, shares_prefixes=radix, tells_shared=True, clock=clock
         )

@@ -15,6 +15,7 @@ from radixserve.engine.sizing import (
     choose_overlap,
     choose_page_size,
     choose_step_tokens,
+    choose_target_itl,
     cpu_kv_bytes,
     cuda_kv_bytes,
 )
@@ -49,6 +50,9 @@ def test_model_len_is_the_models_own_unless_a_smaller_one_is_asked_for() -> None
 def test_defaults_by_device() -> None:
     assert choose_step_tokens(SchedulerOptions(), "cpu") < choose_step_tokens(SchedulerOptions(), "cuda")
     assert choose_step_tokens(SchedulerOptions(max_num_batched_tokens=33), "cuda") == 33
+    assert choose_target_itl(SchedulerOptions(), "cpu") is None
+    assert choose_target_itl(SchedulerOptions(target_itl_ms=20), "cpu") == 0.02
+    assert choose_target_itl(SchedulerOptions(), "cuda") == 0.05
     assert (choose_overlap(SchedulerOptions(), "cpu"), choose_overlap(SchedulerOptions(), "cuda")) == (False, True)
     assert choose_overlap(SchedulerOptions(disable_overlap_schedule=False), "cpu")
     assert not choose_overlap(SchedulerOptions(disable_overlap_schedule=True), "cuda")
