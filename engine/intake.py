@@ -15,9 +15,10 @@ from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, ToFrontend, TokenEvent
 from radixserve.engine.scheduler import RETRY_AFTER_S, Scheduler
 
-COMPILE_TIMEOUT_S = 20.0
+COMPILE_CPU_S = 10.0  # what one grammar may cost
+COMPILE_TIMEOUT_S = 60.0  # and how long a request may wait for it
 _THREADS = 2
-_NICENESS = 10
+_NICENESS = 5
 _MAX_COMPILING = 256  # requests
 
 Sender = tuple[bytes, Submit]  # a frontend and its request
@@ -27,8 +28,9 @@ Sender = tuple[bytes, Submit]  # a frontend and its request
 class _Job:
     """A grammar that is being compiled, and who waits for it."""
 
-    future: Future[TokenConstraint]
     deadline: float
+    spent_s: Callable[[], float] = float  # CPU time so far
+    future: Future[TokenConstraint] = field(default_factory=Future)
     senders: list[Sender] = field(default_factory=list)
 
 
@@ -36,12 +38,21 @@ class Intake:
     """Owns the requests whose grammar is being compiled: they wait here, in nobody's way, and go to the scheduler then.
 
     Threads compile with the lowest claim to a core that is needed for a model on the CPU. A compilation cannot be
-    stopped: after ``timeout_s`` its requests are refused, and its thread stays taken until it is done.
+    stopped: when it has used ``cpu_s``, or after ``timeout_s``, its requests are refused; its thread stays taken until
+    it is done.
     """
 
-    def __init__(self, scheduler: Scheduler, grammars: ConstraintSource, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        grammars: ConstraintSource,
+        *,
+        cpu_s: float = COMPILE_CPU_S,
+        timeout_s: float = COMPILE_TIMEOUT_S,
+    ) -> None:
         self._scheduler = scheduler
         self._grammars = grammars
+        self._cpu_s = cpu_s
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_THREADS, "grammar", initializer=_step_back)
         self._aborted: list[Sender] = []  # to be told
@@ -63,22 +74,31 @@ class Intake:
             return Rejected(submit.uid, message, code="queue_full", status=429, retry_after_s=RETRY_AFTER_S)
         job = self._jobs.get(grammar)
         if job is None:
-            future = self._threads.submit(self._grammars.compile, grammar)
-            job = self._jobs[grammar] = _Job(future, time.monotonic() + self._timeout_s)
+            job = self._jobs[grammar] = _Job(time.monotonic() + self._timeout_s)
+            job.future = self._threads.submit(self._compile, job, grammar)
         job.senders.append((frontend, submit))
         return None
 
     def advance(self) -> list[tuple[bytes, ToFrontend]]:
         """Hand what is compiled to the scheduler; returns what to tell which frontend."""
-        now = time.monotonic()
         aborted, self._aborted = self._aborted, []
         news: list[tuple[bytes, ToFrontend]] = [
             (frontend, Outputs([TokenEvent(submit.uid, [], FinishReason.ABORT)])) for frontend, submit in aborted
         ]
-        over = [grammar for grammar, job in self._jobs.items() if job.future.done() or now > job.deadline]
+        over = [grammar for grammar, job in self._jobs.items() if self._is_over(job)]
         for grammar in over:
             news += self._end(grammar, self._jobs.pop(grammar))
         return news
+
+    def _compile(self, job: _Job, grammar: str) -> TokenConstraint:
+        """In a thread."""
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        begin = time.clock_gettime(clock)
+        job.spent_s = lambda: time.clock_gettime(clock) - begin
+        return self._grammars.compile(grammar)
+
+    def _is_over(self, job: _Job) -> bool:
+        return job.future.done() or time.monotonic() > job.deadline or job.spent_s() > self._cpu_s
 
     def _end(self, grammar: str, job: _Job) -> Iterator[tuple[bytes, ToFrontend]]:
         for frontend, submit in job.senders:
@@ -94,7 +114,7 @@ class Intake:
             message = "the server is overloaded: others compile their grammars; try again later"
             return Rejected(submit.uid, message, code="queue_full", status=503, retry_after_s=RETRY_AFTER_S)
         if not future.done():
-            message = f"takes more than {self._timeout_s:g} s to compile: make the schema or grammar simpler"
+            message = f"takes more than {self._cpu_s:g} s to compile: make the schema or grammar simpler"
             return Rejected(submit.uid, message, code="grammar_too_complex", param="grammar")
         match future.exception():
             case None:

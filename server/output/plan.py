@@ -77,7 +77,9 @@ def chat_plan(
     if budget is not None:
         field = "thinking_token_budget"
     if (form is not None or budget is not None) and formats.reasoning is not None and not thought:
-        form = _after_reasoning(form or _ANY_TEXT, formats.reasoning, prompt_end, budget, control_texts)
+        # Else reasoning without a limit would pass for an answer.
+        form = form or {**_ANY_TEXT, "excludes": [formats.reasoning.start]}
+        form = _after_reasoning(form, formats.reasoning, prompt_end, budget, control_texts)
     return OutputPlan(
         grammar=None if form is None else grammar_text(form, field),
         field=field,

@@ -4,10 +4,38 @@ import time
 
 import numpy as np
 
+from radixserve.engine.constraint import TokenConstraint
+from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.intake import Intake
-from radixserve.engine.messages import Rejected, Submit
+from radixserve.engine.messages import Rejected, Submit, ToFrontend
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.tests.engine.fakes import FakeGrammars, Harness
+
+
+class Endless(FakeGrammars):
+    def compile(self, grammar: str) -> TokenConstraint:
+        while not self.release.is_set():
+            pass
+        raise InvalidRequest("no more")
+
+
+def test_compilations_that_use_too_much_of_a_processor_are_refused() -> None:
+    grammars = Endless()
+    intake = Intake(Harness().scheduler, grammars, cpu_s=0.05)
+    try:
+        assert intake.submit(b"f", request(1, "endless")) is None
+        told: list[ToFrontend] = []
+        deadline = time.monotonic() + 20
+        while not told and time.monotonic() < deadline:
+            told = [news for _, news in intake.advance()]
+        (refused,) = told
+        assert isinstance(refused, Rejected) and refused.code == "grammar_too_complex"
+    finally:
+        grammars.release.set()
+
+
+def request(uid: int, grammar: str) -> Submit:
+    return Submit(uid, "", np.array([1, 2], "<i4").tobytes(), SamplingParams(grammar=grammar))
 
 
 def test_compilations_that_take_too_long_are_refused_and_so_is_who_waits_for_their_thread() -> None:
@@ -15,8 +43,7 @@ def test_compilations_that_take_too_long_are_refused_and_so_is_who_waits_for_the
     intake = Intake(Harness().scheduler, grammars, timeout_s=0.05)
     try:
         for uid in range(4):
-            sampling = SamplingParams(grammar=f"slow {uid + 1}")
-            assert intake.submit(b"f", Submit(uid, "", np.array([1, 2], "<i4").tobytes(), sampling)) is None
+            assert intake.submit(b"f", request(uid, f"slow {uid + 1}")) is None
         assert intake.num_compiling == 4
         time.sleep(0.1)
         told = [news for _, news in intake.advance()]

@@ -1,7 +1,8 @@
 """An engine without a model, that speaks the messages of the real one: what it answers stands in the prompt.
 
 ``<<text>>`` in a prompt is the answer, one byte a token, then end-of-sequence; ``ok`` without that. More words there:
-``{fail}`` (an error after three tokens), ``{reject}`` (never admitted, 429), ``{silent}`` (accepted, no token ever),
+``{fail}`` (an error after three tokens), ``{reject}`` (never admitted, 429),
+``{badgrammar}`` (a grammar that cannot be compiled), ``{silent}`` (accepted, no token ever),
 ``{slow}`` (a token every 20 ms instead of at once). A prompt seen before in its namespace counts as cached but for its
 last token. Token ids below 256 are bytes, 256 is end-of-sequence.
 
@@ -146,6 +147,10 @@ class FakeEngine:
         if request.says("reject"):
             full = Rejected(submit.uid, "the queue is full", code="queue_full", status=429, retry_after_s=1.5)
             return self._send(frontend, full)
+        if request.says("badgrammar"):
+            return self._send(
+                frontend, Rejected(submit.uid, "cannot be compiled", code="invalid_grammar", param="grammar")
+            )
         self.running[frontend, submit.uid] = request
         return None
 
