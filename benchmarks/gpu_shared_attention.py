@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from gpu_timing import graph_us, relative_error
 
-from radixserve.kernels.shared_prefix import PrefixGroups, pack_tiles, packed_size, unpack_tiles
+from radixserve.kernels.shared_prefix import PrefixGroups, pack_tiles, unpack_tiles
 from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 from radixserve.kernels.triton_shared_attention import TritonSharedAttention
 
@@ -81,8 +81,7 @@ class SharedCase:
     def measure_shared(self, tile_rows: int, tuning: DecodeTuning) -> tuple[float, torch.Tensor]:
         kernel = TritonSharedAttention(self.plain, self.num_seqs, DEVICE, tile_rows, tuning)
         members = kernel.rule.tile_members
-        packed = np.empty(packed_size(self.num_seqs, members), np.int32)
-        pack_tiles(packed, self.groups, self.kv_lens, self.num_seqs, members)
+        packed = pack_tiles(self.groups, self.kv_lens, self.num_seqs, members)
         tiles = unpack_tiles(torch.from_numpy(packed).to(DEVICE), self.num_seqs, members)
         return self._measure(kernel, lambda: kernel.plan_decode(self.layout, tiles, self.num_seqs))
 

@@ -134,7 +134,7 @@ class DecodeGraphs:
         host[:num_seqs], host[num_seqs:lens_at] = rows, self._padding_row
         host[lens_at : lens_at + num_seqs], host[lens_at + num_seqs : 2 * lens_at] = kv_lens, 0
         if self._tile_members:
-            pack_tiles(host[2 * lens_at :], groups or NO_GROUPS, kv_lens, size, self._tile_members)
+            host[2 * lens_at :] = pack_tiles(groups or NO_GROUPS, kv_lens, size, self._tile_members)
         self._inputs[: len(packed)].copy_(packed, non_blocking=True)
 
     def _views(self, size: int) -> tuple[Tensor, Tensor, SharedTiles | None]:
@@ -145,16 +145,25 @@ class DecodeGraphs:
 
 
 class MixedGraphs:
-    """Owns one graph for each number of tokens, and the static input and output buffers."""
+    """Owns one graph for each number of tokens, and the static input and output buffers. With ``tile_members`` all of
+    them read prefixes once for tiles of so many decodes, where there are groups."""
 
-    def __init__(self, forward: MixedStep, token_counts: Sequence[int], max_decodes: int, device: torch.device):
+    def __init__(
+        self,
+        forward: MixedStep,
+        token_counts: Sequence[int],
+        max_decodes: int,
+        device: torch.device,
+        tile_members: int | None = None,
+    ):
         self._forward = forward
         self._counts = np.array(sorted(token_counts))
         self._max_decodes = max_decodes
         self._device = device
         nothing = np.zeros(0, np.int32)
-        self._idle = StepInputs(nothing, nothing, nothing, nothing, nothing, np.zeros(1, np.int32), *[nothing] * 3)
-        largest = pad(self._idle, 0, self._size_for(int(self._counts[-1])))
+        self._tile_members = tile_members
+        self._idle = StepInputs(nothing, nothing, nothing, nothing, nothing, np.zeros(1, np.int32), *[nothing] * 4)
+        largest = self._padded(self._idle, 0, self._size_for(int(self._counts[-1])), None)
         self._buffer = torch.zeros(sum(_aligned(len(array)) for array in largest), dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
 
@@ -162,7 +171,7 @@ class MixedGraphs:
         """As ``DecodeGraphs.capture``."""
         for done, count in enumerate(reversed(self._counts.tolist())):
             size = self._size_for(count)
-            inputs = upload(pad(self._idle, 0, size), self._device, self._buffer)
+            inputs = upload(self._padded(self._idle, 0, size, None), self._device, self._buffer)
             self._captured[count] = _capture(partial(self._forward, inputs, size), pool)
             report((done + 1) / len(self._counts))
 
@@ -171,14 +180,25 @@ class MixedGraphs:
         context = max(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
         return plan.num_tokens <= self._counts[-1] and len(plan.chunks) <= _MAX_CHUNKS and context <= _MAX_CONTEXT
 
-    def replay(self, host: StepInputs[Int32s], num_decodes: int) -> tuple[StepInputs[Tensor], Tensor]:
-        """Run a step. Returns its padded inputs and final hidden states: static buffers that the next replay overwrites
-        (in stream order)."""
+    def replay(
+        self, host: StepInputs[Int32s], num_decodes: int, groups: PrefixGroups | None = None
+    ) -> tuple[StepInputs[Tensor], Tensor]:
+        """Run a step, of whose decodes ``groups`` read prefixes together. Returns its padded inputs and final hidden
+        states: static buffers that the next replay overwrites (in stream order)."""
         size = self._size_for(len(host.ids))
-        inputs = upload(pad(host, num_decodes, size), self._device, self._buffer)
+        inputs = upload(self._padded(host, num_decodes, size, groups), self._device, self._buffer)
         captured = self._captured[size.tokens]
         captured.graph.replay()
         return inputs, captured.output
+
+    def _padded(
+        self, host: StepInputs[Int32s], num_decodes: int, size: PaddedSize, groups: PrefixGroups | None
+    ) -> StepInputs[Int32s]:
+        padded = pad(host, num_decodes, size)
+        if self._tile_members is None:
+            return padded
+        kv_lens = host.kv_lens[:num_decodes]
+        return padded._replace(tiles=pack_tiles(groups or NO_GROUPS, kv_lens, size.decodes, self._tile_members))
 
     def _size_for(self, num_tokens: int) -> PaddedSize:
         tokens = int(self._counts[np.searchsorted(self._counts, num_tokens)])

@@ -8,7 +8,6 @@ tokens, up to its final hidden states. All other steps, and all steps on a CPU, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,17 +23,15 @@ from radixserve.engine.prompt_logprobs import PromptLogprobs, ScoredChunk
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks
 from radixserve.engine.step import Int32s, StepPlan, StepResult
 from radixserve.engine.step_inputs import PaddedSize, StepInputs, lay_out, upload
-from radixserve.engine.transfer import record_event, to_device
+from radixserve.engine.transfer import record_event
 from radixserve.kernels.interface import AttentionKernel, BatchLayout, DecodeInputs, Ops
-from radixserve.kernels.shared_prefix import PrefixGroups, SharedTiles, pack_tiles, packed_size, unpack_tiles
+from radixserve.kernels.shared_prefix import PrefixGroups, SharedTiles, pack_tiles, unpack_tiles
 from radixserve.kvcache.mha import MHAKVCache
 
 # Enqueues the sampling of a step, whose logits are computed then. The masks are those of ``StepPlan.masked``.
 Draw = Callable[[TokenMasks | None], Sampled]
 
 _NOTHING: Int32s = np.zeros(0, np.int32)
-# Reading shared prefixes once must save so many times more where it costs the step its graph: a millisecond. Estimated.
-_LEAST_FOR_GRAPH = 10
 
 
 class ModelRunner:
@@ -98,26 +95,27 @@ class ModelRunner:
             table = self._page_table.tensor
             inputs = decode_inputs(rows, kv_lens, table, self._sampler.last_tokens, self._page_size)
             starts = torch.empty(0, dtype=torch.int32, device=self._device)
-            self._attention.plan(replace(self._layout(len(rows), rows, kv_lens, starts), shared=shared))
+            self._attention.plan(self._layout(len(rows), rows, kv_lens, starts, shared))
             ids, positions, slots = inputs
             hidden = self._model(ids, self._context(positions, slots))
             logits = self._model.logits(hidden, self._ops, self._graph_logits[: len(rows)])
             return self._sampler.draw_plain(logits, rows, kv_lens)
 
         def mixed(inputs: StepInputs[Tensor], size: PaddedSize) -> Tensor:
-            layout = self._layout(size.decodes, inputs.rows, inputs.kv_lens, inputs.query_starts)
-            return self._forward(layout, inputs)
+            return self._forward(self._layout_of(inputs, size.decodes), inputs)
 
         pool = torch.cuda.graph_pool_handle()
         padding_row = len(self._page_table.host)
-        mixed_graphs = MixedGraphs(mixed, token_counts, padding_row, self._device)
+        rule = self._attention.shared_prefixes
+        members = None if rule is None else rule.tile_members
+        mixed_graphs = MixedGraphs(mixed, token_counts, padding_row, self._device, members)
         decode_graphs = DecodeGraphs(decode, batch_sizes, padding_row, self._device)
         # The larger ones first: the others then fit into their memory.
         mixed_graphs.capture(pool, lambda share: report(share / 3))
         decode_graphs.capture(pool, lambda share: report((1 + share) / 3))
         self._mixed_graphs, self._decode_graphs = mixed_graphs, decode_graphs
-        if self._attention.shared_prefixes is not None:
-            sizes, members = shared_batch_sizes(batch_sizes), self._attention.shared_prefixes.tile_members
+        if members is not None:
+            sizes = shared_batch_sizes(batch_sizes)
             self._shared_graphs = DecodeGraphs(decode, sizes, padding_row, self._device, members)
             self._shared_graphs.capture(pool, lambda share: report((2 + share) / 3))
 
@@ -129,21 +127,17 @@ class ModelRunner:
             self._prompt_logprobs.set_row(setup.row, setup.sampling.prompt_logprobs)
         self._page_table.write(plan.page_rows, plan.page_cols, plan.page_ids)
         num_decodes = len(plan.decode_rows)
-        mixed_graphs = self._mixed_graphs
-        if mixed_graphs is not None and not (plan.chunks and mixed_graphs.fits(plan)):
-            mixed_graphs = None
-        groups = self._groups_to_read_once(plan, _LEAST_FOR_GRAPH if mixed_graphs else 1)
+        groups = self._groups_to_read_once(plan)
         decode_graphs = self._decode_graphs if groups is None else self._shared_graphs
         if decode_graphs is not None and not plan.chunks and decode_graphs.fits(num_decodes):
             return self._launched(plan, self._replay(decode_graphs, plan, groups))
         host = lay_out(plan, self._page_table.host, self._page_size)
-        if mixed_graphs is not None and groups is None:
-            inputs, hidden = mixed_graphs.replay(host, num_decodes)
+        if self._mixed_graphs is not None and plan.chunks and self._mixed_graphs.fits(plan):
+            inputs, hidden = self._mixed_graphs.replay(host, num_decodes, groups)
         else:
+            host = self._with_tiles(host, num_decodes, groups)
             inputs = upload(host, self._device)
-            layout = self._layout(num_decodes, inputs.rows, inputs.kv_lens, inputs.query_starts, host)
-            tiles = None if groups is None else self._tiles(groups, plan.decode_lens)
-            hidden = self._forward(replace(layout, shared=tiles), inputs)
+            hidden = self._forward(self._layout_of(inputs, num_decodes, host), inputs)
         hidden = hidden[: plan.num_tokens]
         scored = self._prompt_logprobs.score(plan.chunks, hidden[num_decodes:])
         draw = self._draw(hidden, host, inputs) if len(host.sample_rows) else None
@@ -155,20 +149,21 @@ class ModelRunner:
             step.draw(None)
         return step
 
-    def _groups_to_read_once(self, plan: StepPlan, least: int) -> PrefixGroups | None:
+    def _groups_to_read_once(self, plan: StepPlan) -> PrefixGroups | None:
         """The plan's shared prefixes, if reading them once pays (see ``SharedPrefixRule``)."""
         rule, shared = self._attention.shared_prefixes, plan.shared
         if rule is None or shared is None or not len(shared.members):
             return None
         groups = PrefixGroups(shared.members, shared.starts, shared.num_pages * self._page_size)
-        return groups if rule.pays(groups, int(plan.decode_lens.sum()), least) else None
+        return groups if rule.pays(groups, int(plan.decode_lens.sum())) else None
 
-    def _tiles(self, groups: PrefixGroups, kv_lens: Int32s) -> SharedTiles:
-        rule, num_decodes = self._attention.shared_prefixes, len(kv_lens)
-        assert rule is not None
-        packed = np.empty(packed_size(num_decodes, rule.tile_members), np.int32)
-        pack_tiles(packed, groups, kv_lens, num_decodes, rule.tile_members)
-        return unpack_tiles(to_device(packed, self._device), num_decodes, rule.tile_members)
+    def _with_tiles(
+        self, host: StepInputs[Int32s], num_decodes: int, groups: PrefixGroups | None
+    ) -> StepInputs[Int32s]:
+        rule = self._attention.shared_prefixes
+        if rule is None or groups is None:
+            return host
+        return host._replace(tiles=pack_tiles(groups, host.kv_lens[:num_decodes], num_decodes, rule.tile_members))
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, groups: PrefixGroups | None) -> Draw:
         rows, kv_lens = plan.decode_rows, plan.decode_lens
@@ -179,12 +174,21 @@ class ModelRunner:
         batch = SampleBatch(*graphs.inputs(len(rows)), rows, kv_lens)
         return partial(self._sampler.sample, self._graph_logits[: len(rows)], batch)
 
+    def _layout_of(
+        self, inputs: StepInputs[Tensor], num_decodes: int, host: StepInputs[Int32s] | None = None
+    ) -> BatchLayout:
+        rule, tiles = self._attention.shared_prefixes, None
+        if rule is not None and len(inputs.tiles):
+            tiles = unpack_tiles(inputs.tiles, num_decodes, rule.tile_members)
+        return self._layout(num_decodes, inputs.rows, inputs.kv_lens, inputs.query_starts, tiles, host)
+
     def _layout(
         self,
         num_decodes: int,
         rows: Tensor,
         kv_lens: Tensor,
         query_starts: Tensor,
+        shared: SharedTiles | None,
         host: StepInputs[Int32s] | None = None,
     ) -> BatchLayout:
         """Without ``host`` attention is planned on the device."""
@@ -199,6 +203,7 @@ class ModelRunner:
             kv_lens_host=host.kv_lens if host else _NOTHING,
             query_starts_host=host.query_starts if host else _NOTHING,
             page_table_host=self._page_table.host,
+            shared=shared,
         )
 
     def _forward(self, layout: BatchLayout, inputs: StepInputs[Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ class StepInputs(NamedTuple, Generic[Array]):
     sample_tokens: Array  # [N], where in T the sampled sequences end
     sample_rows: Array  # [N]
     sample_lens: Array  # [N], tokens known before the sampled one
+    tiles: Array  # as from ``pack_tiles``; empty where no prefix is read for several decodes together
 
 
 def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[Int32s]:
@@ -54,6 +55,7 @@ def lay_out(plan: StepPlan, page_table: Int32s, page_size: int) -> StepInputs[In
         sample_tokens=query_starts[1:][samples] - 1,
         sample_rows=rows[samples],
         sample_lens=kv_lens[samples],
+        tiles=np.zeros(0, np.int32),
     )
 
 
@@ -88,6 +90,7 @@ def pad(host: StepInputs[Int32s], num_decodes: int, size: PaddedSize) -> StepInp
         sample_tokens=filled(host.sample_tokens, sequences),
         sample_rows=filled(host.sample_rows, sequences),
         sample_lens=filled(host.sample_lens, sequences),
+        tiles=host.tiles,
     )
 
 

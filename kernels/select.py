@@ -102,7 +102,8 @@ def _cuda_attention(
         *heads, max_seqs, device, pdl=pdl, scale=shape.scale, softcap=shape.softcap, windows=shape.windows
     )
     unplanned = TritonExtendAttention(*heads, pdl=pdl, scale=shape.scale, softcap=shape.softcap)
-    if not reads_shared or decodes.group > _MAX_SHARED_GROUP or shape.head_dim > _MAX_SHARED_DIM:
+    fits = decodes.group <= _MAX_SHARED_GROUP and shape.head_dim <= _MAX_SHARED_DIM and None in shape.windows
+    if not (reads_shared and fits):
         return SplitAttention(decodes, chunks, unplanned)
     from radixserve.kernels.triton_shared_attention import TritonSharedAttention
 

@@ -39,11 +39,11 @@ class SharedPrefixRule:
     min_saved_tokens: int
     min_saved_share: float
 
-    def pays(self, groups: PrefixGroups, kv_tokens: int, least: int = 1) -> bool:
-        """In a step whose decodes have ``kv_tokens`` in all, if ``least`` times the least tokens have to be saved."""
+    def pays(self, groups: PrefixGroups, kv_tokens: int) -> bool:
+        """In a step whose decodes have ``kv_tokens`` in all."""
         sizes = np.diff(groups.starts).astype(np.int64)
         saved = int(((sizes - -(-sizes // self.tile_members)) * groups.lens).sum())
-        return saved >= max(least * self.min_saved_tokens, self.min_saved_share * kv_tokens)
+        return saved >= max(self.min_saved_tokens, self.min_saved_share * kv_tokens)
 
 
 class SharedTiles(NamedTuple):
@@ -57,27 +57,27 @@ class SharedTiles(NamedTuple):
 
 
 def packed_size(num_seqs: int, tile_members: int) -> int:
-    """int32s that ``pack_tiles`` fills."""
+    """int32s that ``pack_tiles`` returns."""
     return _offsets(num_seqs, tile_members)[-1]
 
 
-def pack_tiles(packed: Int32s, groups: PrefixGroups, kv_lens: Int32s, num_seqs: int, tile_members: int) -> None:
-    """Fill ``packed`` with ``SharedTiles`` for ``num_seqs`` decodes, the first of which have ``kv_lens`` [D].
+def pack_tiles(groups: PrefixGroups, kv_lens: Int32s, num_seqs: int, tile_members: int) -> Int32s:
+    """``SharedTiles`` for ``num_seqs`` decodes, the first of which have ``kv_lens`` [D], in one array.
 
     A group is cut into equal tiles; a single decode that is left over reads its prefix alone.
     """
     members, starts, lens = groups
-    places_at, members_at, _ = _offsets(num_seqs, tile_members)
-    packed[:places_at], packed[places_at:] = 0, -1
+    places_at, members_at, end = _offsets(num_seqs, tile_members)
+    packed = np.full(end, -1, np.int32)
+    packed[:places_at] = 0
     packed[: len(kv_lens)] = kv_lens
     sizes = np.diff(starts)
     num_tiles = -(-sizes // tile_members)
     group = np.repeat(np.arange(len(sizes)), sizes)  # of each member
     at = np.arange(len(members)) - starts[group]
     tile_in_group = at * num_tiles[group] // sizes[group]
-    place = (
-        at + -tile_in_group * sizes[group] // num_tiles[group]
-    )  # a tile begins at its number * size / tiles, rounded up
+    # A tile's first member is number tile * size / tiles of its group, rounded up.
+    place = at + -tile_in_group * sizes[group] // num_tiles[group]
     tile = (np.cumsum(num_tiles) - num_tiles)[group] + tile_in_group
     is_shared = np.bincount(tile)[tile] > 1
     members, group, place = members[is_shared], group[is_shared], place[is_shared]
@@ -86,10 +86,11 @@ def pack_tiles(packed: Int32s, groups: PrefixGroups, kv_lens: Int32s, num_seqs: 
     packed[num_seqs + tile] = lens[group]
     packed[places_at + members] = tile * tile_members + place
     packed[members_at + tile * tile_members + place] = members
+    return packed
 
 
 def unpack_tiles(packed: Tensor, num_seqs: int, tile_members: int) -> SharedTiles:
-    """Views of what ``pack_tiles`` has filled."""
+    """Views of what ``pack_tiles`` has returned."""
     places_at, members_at, _ = _offsets(num_seqs, tile_members)
     num_tiles = num_seqs // 2
     members = packed[members_at : members_at + num_tiles * tile_members].view(num_tiles, tile_members)

@@ -66,8 +66,8 @@ class TorchAttention:
     plans_on_device = False
 
     def __init__(self, shape: AttentionShape, device: torch.device, *, reads_shared: bool = False):
-        # torch tells the log-sums on the CPU only, and not for capped scores.
-        can_share = reads_shared and device.type == "cpu" and shape.softcap is None
+        # torch tells the log-sums on the CPU only, and not for capped scores; windows hide prefixes.
+        can_share = reads_shared and device.type == "cpu" and shape.softcap is None and None in shape.windows
         self.shared_prefixes = _SHARED_PREFIXES if can_share else None
         self._shape = shape
         self._device = device

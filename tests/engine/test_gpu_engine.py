@@ -195,7 +195,9 @@ def test_request_with_non_finite_logits_fails_alone(tmp_path: Path, llama: Model
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"enforce_eager": True, "max_num_batched_tokens": 1024}, {"page_size": 1}], ids=str
+    "options",
+    [{}, {"max_num_batched_tokens": 1024}, {"enforce_eager": True, "max_num_batched_tokens": 1024}, {"page_size": 1}],
+    ids=str,
 )
 def test_reading_shared_prefixes_once_changes_no_answer(llama: Model, options: dict[str, Any]) -> None:
     """Enough requests with a long enough prefix that it pays; two groups, and some who share nothing."""

@@ -72,9 +72,9 @@ class Case:
 
     def packed(self, tile_members: int) -> np.ndarray:
         num_seqs = self.layout.num_decodes
-        packed = np.full(packed_size(num_seqs, tile_members), 77, np.int32)
         real = self.layout.kv_lens_host[self.layout.kv_lens_host > 0]
-        pack_tiles(packed, self.groups, real, num_seqs, tile_members)
+        packed = pack_tiles(self.groups, real, num_seqs, tile_members)
+        assert len(packed) == packed_size(num_seqs, tile_members)
         return packed
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
