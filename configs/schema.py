@@ -64,6 +64,9 @@ class RunnerOptions(OptionGroup):
     shared_prefix_attention: Literal["auto", "off"] = Field(
         "auto", description="auto: decodes that begin with the same pages read those once a step, when that pays"
     )
+    deterministic: bool = Field(
+        False, description="Greedy and seeded requests get the same tokens in any batch and cache state; slower"
+    )
     enforce_eager: bool = Field(False, description="Run all steps without CUDA graphs")
     profile: str | None = Field(None, description="Folder for a torch trace of the engine's steps 100 to 149")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV")

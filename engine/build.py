@@ -186,6 +186,7 @@ class _Parts:
                 self.sizes.device,
                 config.max_num_seqs,
                 reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
+                deterministic=config.deterministic,
             )
         native = NativeAttention(shape, ops)
         return RecordedModel(self.model, ops, native, max(self.sizes.step_tokens, config.max_num_seqs)), native
@@ -276,6 +277,8 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
     notice = ""
     if wants_native(config, config.dtype, device.type):
         try:
+            if config.deterministic:
+                raise BackendUnavailable("their results depend on the batch, which --deterministic forbids")
             if config.attention_backend not in ("auto", "native"):
                 raise BackendUnavailable(f"they do not go with --attention-backend {config.attention_backend}")
             if not can_pack_model(create_model(spec, torch.float32, torch.device("meta"), 1)):
@@ -289,7 +292,7 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
     requested = {"fp32": "float32", "bf16": "bfloat16"}.get(config.cpu_weights, config.dtype)
     has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     dtype = choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
-    return _Kernels(select_ops(device, dtype), dtype, notice)
+    return _Kernels(select_ops(device, dtype, deterministic=config.deterministic), dtype, notice)
 
 
 def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: _Kernels, device: torch.device) -> _Sizes:

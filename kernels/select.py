@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from radixserve.kernels.interface import AttentionKernel, AttentionShape, DecodeInputs, DrawKernel, Ops
+from radixserve.kernels.invariant import InvariantAttention, InvariantOps
 from radixserve.kernels.native_library import NativeUnavailable, load_native
 from radixserve.kernels.native_ops import NativeOps
 from radixserve.kernels.torch_attention import TorchAttention
@@ -36,8 +37,11 @@ def select_native(num_threads: int, report: Callable[[str], None]) -> NativeOps:
         raise BackendUnavailable(str(error)) from error
 
 
-def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """Operations of a layer for ``device`` and activations of ``dtype``; ``select_native`` for packed weights."""
+def select_ops(device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Ops:
+    """Operations of a layer for ``device`` and activations of ``dtype``; ``select_native`` for packed weights.
+    ``deterministic``: results of a token must not depend on its batch."""
+    if deterministic:
+        return InvariantOps()
     if device.type != "cuda" or dtype not in _HALF_TYPES:
         return TorchOps()
     from radixserve.kernels.cuda_ops import CudaOps  # Triton comes with torch for CUDA only
@@ -64,10 +68,19 @@ def select_decode_inputs(device: torch.device) -> DecodeInputs | None:
 
 
 def select_attention(
-    backend: str, shape: AttentionShape, device: torch.device, max_seqs: int, *, reads_shared: bool = False
+    backend: str,
+    shape: AttentionShape,
+    device: torch.device,
+    max_seqs: int,
+    *,
+    reads_shared: bool = False,
+    deterministic: bool = False,
 ) -> AttentionKernel:
     """The attention kernel named by ``--attention-backend``, for steps of up to ``max_seqs`` sequences.
-    ``reads_shared``: it shall read shared prefixes once, if it can. Raises ``BackendUnavailable``."""
+    ``reads_shared``: it shall read shared prefixes once, if it can. ``deterministic``: as for ``select_ops``. Raises
+    ``BackendUnavailable``."""
+    if deterministic:
+        return _invariant_attention(backend, shape, device)
     fits = device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in _HEAD_DIMS
     if backend == "torch" or (backend == "auto" and not fits):
         return TorchAttention(shape, device, reads_shared=reads_shared)
@@ -78,6 +91,15 @@ def select_attention(
             f"Use --attention-backend torch"
         )
     return _cuda_attention(backend, shape, device, max_seqs, reads_shared)
+
+
+def _invariant_attention(backend: str, shape: AttentionShape, device: torch.device) -> AttentionKernel:
+    if device.type != "cpu" or backend not in ("auto", "torch"):
+        raise BackendUnavailable(
+            f"--deterministic is there for the CPU, with --attention-backend auto or torch; here are {device.type} and "
+            f"{backend}. Use --device cpu, or leave --deterministic away"
+        )
+    return InvariantAttention(shape, device)
 
 
 def _cuda_attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,7 +73,7 @@ class TorchOps:
             normed = self.rms_norm(stream, norm, eps)
         else:
             normed, stream = self.add_rms_norm(pending, stream, norm, eps)
-        product = F.linear(normed, weight, bias)
+        product = self.linear(normed, weight, bias)
         return stream, self.silu_mul(product) if gated else product
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,22 +82,29 @@ class TorchOps:
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return stream, F.linear(y, weight, bias)
+        return stream, self.linear(y, weight, bias)
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return grouped_experts(x, gate_up, down, weights, chosen)
+        return grouped_experts(x, gate_up, down, weights, chosen, self.linear)
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """bf16 keeps 8 bits: logits near 16 would be multiples of 1/16, and ties between the best ones common."""
         assert out is None, "nothing here is captured in graphs"
         if hidden.dtype == torch.float32:
-            return F.linear(hidden, weight)
+            return self.linear(hidden, weight)
         if hidden.is_cuda:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return _refine_largest(F.linear(hidden, weight).float(), hidden, weight)
+        return _refine_largest(self.linear(hidden, weight).float(), hidden, weight)
 
 
-def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def grouped_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+) -> Tensor:
     """See ``Ops.experts``. The tokens of one expert are one product; how many each has must be known on the host."""
     per_token = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
@@ -105,8 +114,8 @@ def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, c
         if not len(pairs):
             continue
         tokens = pairs // per_token
-        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
-        answer = F.linear(F.silu(gate).mul_(up), down[expert])
+        gate, up = linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+        answer = linear(F.silu(gate).mul_(up), down[expert])
         out.index_add_(0, tokens, answer * weights.flatten()[pairs, None])
     return out
 

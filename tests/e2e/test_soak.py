@@ -43,6 +43,7 @@ def test_seconds_at_twice_the_capacity_with_a_killed_engine(tmp_path: Path) -> N
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(0)
 def test_minutes_at_twice_the_capacity(tmp_path: Path) -> None:
     seconds = float(os.environ.get("SOAK_SECONDS", "900"))
     account = soak(tmp_path, seconds, kill_every_s=60)
