@@ -142,6 +142,14 @@ def test_three_query_heads_of_64_values_share_a_key_head(tmp_path: Path) -> None
             model.check(llm.generate(tiny_models.PROMPTS, greedy()))
 
 
+@pytest.mark.parametrize("variant", ["gemma2", "gemma3", "mistral-window", "phi3", "qwen2-window", "smollm3"])
+def test_what_other_families_do_differently_works_on_a_gpu(variant: str, tmp_path: Path) -> None:
+    model = Model.random(variant, tmp_path)
+    for options in ({}, {"attention_backend": "flashinfer", "max_num_batched_tokens": 48}):
+        with model.open(**options) as llm:
+            model.check(llm.generate(tiny_models.PROMPTS, greedy()))
+
+
 @pytest.mark.parametrize("options", [{"attention_backend": "torch"}, {"dtype": "float32"}], ids=str)
 def test_plain_torch_kernels_work_on_a_gpu(llama: Model, options: dict[str, Any]) -> None:
     with llama.open(**options) as llm:
