@@ -159,10 +159,15 @@ class Sampler:
 
     def _mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
         """-inf, in place, for what ``masks`` forbid."""
-        where = to_device(masks.samples, self._device)
-        packed = to_device(masks.words.view(np.uint8), self._device)
-        bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=self._device)) & 1
-        forbidden = bits.flatten(1)[:, : self._vocab_size] == 0
+        packed = masks.words.view(np.uint8)
+        if self._device.type == "cpu":  # by numpy, which is three times faster there
+            for sample, line in zip(masks.samples, packed, strict=True):
+                allowed = np.unpackbits(line, count=self._vocab_size, bitorder="little")
+                np.copyto(logits[sample].numpy(), -np.inf, where=allowed == 0)
+            return logits
+        shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
+        bits = (to_device(packed, self._device).unsqueeze(-1) >> shifts) & 1
+        where, forbidden = to_device(masks.samples, self._device), bits.flatten(1)[:, : self._vocab_size] == 0
         return logits.index_copy_(0, where, logits[where].masked_fill_(forbidden, -torch.inf))
 
     def _adjust(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None) -> Tensor:

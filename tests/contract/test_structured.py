@@ -1,0 +1,155 @@
+"""Structured output and tool calls with the default model, which is small: what is enforced holds even there."""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from radixserve.tests.contract.api import CHAT, COMPLETIONS, Api, chat_body, refused
+from radixserve.tests.contract.schemas import random_schema
+
+QUESTION: list[Any] = [{"role": "user", "content": "Tell me about the weather in Oslo."}]
+
+
+class Weather(BaseModel):
+    city: str = Field(max_length=12)
+    degrees: int = Field(ge=-40, le=40)
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+TOOLS: list[Any] = [tool("find_city", city={"enum": ["Oslo", "Rome"]}), tool("add", a={"enum": [1, 2]})]
+
+
+@pytest.fixture(scope="module")
+def client(api: Api) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{api.server.url}/v1", api_key="none", max_retries=0, timeout=90) as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def model(api: Api) -> str:
+    return str(api.http.get("/v1/models").json()["data"][0]["id"])
+
+
+def check_schemas(api: Api, count: int, max_tokens: int) -> int:
+    """Ask for ``count`` random schemas, some at a time; returns how many answers came to their end."""
+
+    def ask(seed: int) -> int:
+        rng = random.Random(seed)
+        schema = random_schema(rng)
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = chat_body("Make up a record.", response_format=form, max_tokens=max_tokens, seed=seed, temperature=1.0)
+        choice = api.answer(CHAT, body)["choices"][0]
+        if choice["finish_reason"] == "length":
+            return 0
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+        return 1
+
+    with ThreadPoolExecutor(8) as pool:
+        return sum(pool.map(ask, range(count)))
+
+
+def test_random_schemas_are_kept(api: Api) -> None:
+    assert check_schemas(api, 10, max_tokens=80) >= 5
+
+
+@pytest.mark.soak
+def test_two_hundred_random_schemas_are_kept(api: Api) -> None:
+    assert check_schemas(api, 200, max_tokens=300) >= 150
+
+
+def test_openai_parses_models_whole_and_streamed(client: openai.OpenAI, model: str) -> None:
+    fields: Any = {"model": model, "messages": QUESTION, "response_format": Weather, "temperature": 0}
+    parsed = client.chat.completions.parse(**fields).choices[0].message.parsed
+    assert isinstance(parsed, Weather)
+    with client.chat.completions.stream(**fields) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed
+
+
+def test_choices_regexes_and_grammars_hold_with_everything_else(api: Api) -> None:
+    whole = api.chat("Yes or no?", structured_outputs={"choice": ["yes", "no"]}, n=4, temperature=1.5, logprobs=True)
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert set(texts) <= {"yes", "no"}
+    assert all(choice["logprobs"]["content"] for choice in whole["choices"])
+    free = api.chat("Yes or no?", max_tokens=3, temperature=0)["choices"][0]["message"]["content"]
+    assert free not in ("yes", "no"), "the others of a batch are free"
+    text = api.comp("A number:", guided_regex="[0-9]{4}-[0-9]{2}", max_tokens=20)["choices"][0]["text"]
+    assert re.fullmatch(r"\d{4}-\d\d", text)
+    cut = api.comp("A number:", regex="[0-9]{4}-[0-9]{2}", stop="-", max_tokens=20)["choices"][0]
+    assert re.fullmatch(r"\d{4}", cut["text"]) and cut["stop_reason"] == "-"
+    events = api.events(COMPLETIONS, {"prompt": "Go", "ebnf": 'root ::= "a"+ "b"', "max_tokens": 30, "min_tokens": 4})
+    streamed = "".join(event["choices"][0]["text"] for event in events)
+    assert re.fullmatch("a+b?", streamed)
+
+
+def test_schemas_that_no_grammar_can_hold_are_refused_by_name(api: Api) -> None:
+    for form, reason in (
+        ({"regex": "a("}, "parenthesis"),
+        ({"grammar": "root ::= x"}, "x"),
+        ({"json": {"not": {}}}, "not"),
+    ):
+        error = refused(api.post(CHAT, chat_body("hi", structured_outputs=form)), naming=reason)
+        assert error["param"].startswith("structured_outputs.")
+
+
+def test_required_and_named_tools_are_called(client: openai.OpenAI, model: str) -> None:
+    fields: Any = {"model": model, "messages": QUESTION, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+    required = client.chat.completions.create(**fields, tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert required.finish_reason == "tool_calls" and required.message.tool_calls
+    assert len(required.message.tool_calls) == 1
+    named: Any = {"type": "function", "function": {"name": "add"}}
+    with client.chat.completions.stream(**fields, tool_choice=named) as stream:
+        calls = stream.get_final_completion().choices[0].message.tool_calls
+    assert calls and calls[0].function.name == "add"
+    assert json.loads(calls[0].function.arguments) in ({"a": 1}, {"a": 2})
+
+
+def test_an_agent_calls_two_tools_and_ends(client: openai.OpenAI, model: str) -> None:
+    results = {"find_city": "Oslo is in Norway.", "add": "3"}
+    messages, called = list(QUESTION), []
+    while True:
+        left: list[Any] = [one for one in TOOLS if one["function"]["name"] not in called]
+        choice = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=left or TOOLS,
+            tool_choice="required" if left else "none",
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=40,
+        ).choices[0]
+        messages.append(choice.message.model_dump(exclude_none=True))
+        if not choice.message.tool_calls:
+            break
+        for call in choice.message.tool_calls:
+            assert call.type == "function"
+            called.append(call.function.name)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": results[call.function.name]})
+    assert sorted(called) == ["add", "find_city"]
+    assert choice.message.content
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that come along
+def test_langchain_gets_structure_and_tool_calls(api: Api, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANGSMITH_TRACING", "false")
+    from langchain_openai import ChatOpenAI  # late: it takes seconds to load
+
+    chat = ChatOpenAI(
+        model=model, base_url=f"{api.server.url}/v1", api_key="none", temperature=0, max_tokens=60, max_retries=0
+    )
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(chat.with_structured_output(Weather, method=method).invoke("Oslo?"), Weather)
+    said = chat.bind_tools(TOOLS, tool_choice="any", parallel_tool_calls=False).invoke("Oslo?")
+    assert said.tool_calls[0]["name"] in ("find_city", "add")
+    chat.root_client.close()

@@ -1,0 +1,95 @@
+"""Schemas in the form whose meaning a grammar keeps, or refused by the name of what it cannot."""
+
+from typing import Any
+
+import pytest
+
+from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.structured import MAX_DEPTH, checked, json_schema
+
+
+def prepared(schema: Any) -> Any:
+    return json_schema(schema)["json_schema"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (True, True),
+        ({"type": "object"}, {"type": "object", "additionalProperties": True}),
+        ({"type": ["array", "null"]}, {"type": ["array", "null"], "items": True}),
+        (
+            {"type": "object", "required": ["a"]},
+            {"type": "object", "required": ["a"], "properties": {"a": True}},
+        ),
+        (
+            {"properties": {"a": {"type": "array"}}, "additionalProperties": {"type": "object"}, "required": ["b"]},
+            {
+                "properties": {
+                    "a": {"type": "array", "items": True},
+                    "b": {"type": "object", "additionalProperties": True},
+                },
+                "additionalProperties": {"type": "object", "additionalProperties": True},
+                "required": ["b"],
+            },
+        ),
+        (
+            {"$defs": {"x": {"type": "array"}}, "allOf": [{"$ref": "#/$defs/x"}], "title": "X", "default": []},
+            {"$defs": {"x": {"type": "array", "items": True}}, "$ref": "#/$defs/x", "title": "X", "default": []},
+        ),
+        (
+            {"anyOf": [{"type": "integer"}, {"type": "array"}]},
+            {"anyOf": [{"type": "integer"}, {"type": "array", "items": True}]},
+        ),
+        ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}, "uniqueItems": False}),
+    ],
+)
+def test_schemas_say_what_json_schema_means_by_silence(schema: Any, expected: Any) -> None:
+    assert prepared(schema) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"not": {}}, "not: "),
+        ({"properties": {"a": {"items": {"if": {}, "then": {}}}}}, "properties.a.items.if: "),
+        ({"anyOf": [{}, {"uniqueItems": True}]}, "anyOf[1].uniqueItems: "),
+        ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "allOf: "),
+        ({"allOf": [{"type": "integer"}], "minimum": 3}, "allOf: "),
+        ({"$ref": "#/$defs/a", "maxLength": 3}, "maxLength: is not supported beside $ref"),
+        ({"type": "string", "pattern": "a", "minLength": 2}, "minLength: is not supported beside pattern"),
+        ({"properties": []}, "properties: "),
+        ({"items": [{}]}, "items: must be an object"),
+        ({"anyOf": []}, "anyOf: "),
+        ({"required": "a"}, "required: "),
+    ],
+)
+def test_what_no_grammar_can_hold_is_named(schema: Any, place: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        json_schema(schema, param="response_format")
+    assert refused.value.message.startswith(f"response_format: {place}")
+    assert refused.value.param == "response_format"
+
+
+def test_depth_is_limited_before_anybody_compiles() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(MAX_DEPTH + 1):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidRequest, match="nested"):
+        json_schema(schema)
+    form: dict[str, Any] = {"type": "any_text"}
+    for _ in range(MAX_DEPTH + 1):
+        form = {"type": "sequence", "elements": [form]}
+    with pytest.raises(InvalidRequest, match="nested"):
+        checked(form, param="structured_outputs")
+
+
+def test_schemas_inside_structural_tags_are_prepared_too() -> None:
+    form = {
+        "type": "sequence",
+        "elements": [{"type": "json_schema", "json_schema": {"type": "array"}, "style": "json"}],
+    }
+    (inner,) = checked(form, param="x")["elements"]
+    assert inner == {"type": "json_schema", "json_schema": {"type": "array", "items": True}, "style": "json"}
+    with pytest.raises(InvalidRequest, match="not: "):
+        checked({"type": "tag", "content": {"type": "json_schema", "json_schema": {"not": {}}}}, param="x")
