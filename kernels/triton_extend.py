@@ -14,11 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from radixserve.kernels.interface import BatchLayout
 from radixserve.kernels.triton_attention import in_powers_of_two
 
-# Pairs of token and query head that make a tile: large ones load keys less often, small ones keep short steps spread
-# over the device.
-_FEW_ROWS, _MANY_ROWS = 64, 128
-_LONG_STEP = 2048  # pairs
-_STAGES = 3
+_ROWS = 64  # of a tile: pairs of token and query head; 128 are no faster in steps of up to 2,048 tokens
 _KEY_VALUES = 64 * 128  # of the keys that are loaded at once
 
 
@@ -53,10 +49,8 @@ class TritonExtendAttention:
         many tokens a query sees."""
         first = layout.num_decodes
         chunks = layout.rows.shape[0] - first
-        pairs = q.shape[0] * self._group
-        rows = _MANY_ROWS if pairs >= _LONG_STEP else _FEW_ROWS
         # Each chunk may leave its last tile partly empty.
-        tiles = triton.cdiv(pairs, rows) + chunks
+        tiles = triton.cdiv(q.shape[0] * self._group, _ROWS) + chunks
         _extend[(self._kv_heads, tiles)](
             q,
             k_cache,
@@ -75,13 +69,12 @@ class TritonExtendAttention:
             D=self._head_dim,
             PAGE=layout.page_size,
             CHUNKS=triton.next_power_of_2(chunks),
-            ROWS=rows,
+            ROWS=_ROWS,
             KEYS=min(64, _KEY_VALUES // self._head_dim),
             WINDOW=window or 0,
             SOFTCAP=self._softcap,
             PDL=self._pdl,
-            STAGES=_STAGES,
-            num_warps=8 if self._head_dim > 128 or rows == _MANY_ROWS else 4,
+            num_warps=8 if self._head_dim > 128 else 4,
             launch_pdl=self._pdl,
         )
 
@@ -107,7 +100,6 @@ def _extend(
     CHUNKS: tl.constexpr,  # a power of two >= chunks
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
     WINDOW: tl.constexpr,  # a query sees so many tokens; 0: all before it
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -146,7 +138,7 @@ def _extend(
         acc = tl.zeros([ROWS, D], tl.float32)
         end = tl.minimum(kv_len, kv_len - count + (first_row + ROWS - 1) // GROUP + 1)
         begin_key = tl.maximum(kv_len - count + first_row // GROUP - WINDOW + 1, 0) // KEYS * KEYS if WINDOW else 0
-        for base in tl.range(begin_key, end, KEYS, num_stages=STAGES):
+        for base in tl.range(begin_key, end, KEYS, num_stages=3):
             key = base + tl.arange(0, KEYS)
             page = tl.load(table_row_ptr + key // PAGE, mask=key < end, other=0)
             slot = page.to(tl.int64) * PAGE + key % PAGE

@@ -73,45 +73,41 @@ def _load(values_ptr, start, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _amount_from(values_ptr, size, key, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    """How many of the values are not below ``key``, or their weight. ``AHEAD``: blocks loaded at a time."""
+def _amount_from(values_ptr, size, key, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of the values are not below ``key``, or their weight."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for base in range(0, size, BLOCK * AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            start = base + ahead * BLOCK
-            x = _load(values_ptr, start, size, BLOCK)
-            amount = _weight(x, top, scale) if BY_WEIGHT else tl.full([BLOCK], 1.0, tl.float32)
-            total += tl.where((_ordered(x) >= key) & (start + at < size), amount, 0.0)
+    for start in range(0, size, BLOCK):
+        x = _load(values_ptr, start, size, BLOCK)
+        amount = _weight(x, top, scale) if BY_WEIGHT else tl.full([BLOCK], 1.0, tl.float32)
+        total += tl.where((_ordered(x) >= key) & (start + at < size), amount, 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _floor_for(values_ptr, size, target, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def _floor_for(values_ptr, size, target, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     """The highest key from which on there are ``target`` values, or so much of their weight."""
     key = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
     for _ in range(32):
-        enough = _amount_from(values_ptr, size, key | bit, top, scale, BY_WEIGHT, BLOCK, AHEAD) >= target
+        enough = _amount_from(values_ptr, size, key | bit, top, scale, BY_WEIGHT, BLOCK) >= target
         key = tl.where(enough, key | bit, key)
         bit = bit >> 1
     return key
 
 
 @triton.jit
-def _floor_of_values(
-    values_ptr, size, top_k, top_p, weight, top, scale, has_top_k, BLOCK: tl.constexpr, AHEAD: tl.constexpr
-):
+def _floor_of_values(values_ptr, size, top_k, top_p, weight, top, scale, has_top_k, BLOCK: tl.constexpr):
     """The floor of top-k, then that of top-p as a share of what top-k has left; ``weight`` is that of all tokens."""
     key = tl.full([], 0, tl.uint32)
     if has_top_k:
-        key = _floor_for(values_ptr, size, top_k, top, scale, False, BLOCK, AHEAD)
+        key = _floor_for(values_ptr, size, top_k, top, scale, False, BLOCK)
         # Of several tokens at the floor only as many count as top-k has room for.
-        surplus = _amount_from(values_ptr, size, key, top, scale, False, BLOCK, AHEAD) - top_k
-        weight = _amount_from(values_ptr, size, key, top, scale, True, BLOCK, AHEAD)
+        surplus = _amount_from(values_ptr, size, key, top, scale, False, BLOCK) - top_k
+        weight = _amount_from(values_ptr, size, key, top, scale, True, BLOCK)
         weight -= surplus * _weight(_value(key), top, scale)
     if top_p < 1.0:
-        key = tl.maximum(key, _floor_for(values_ptr, size, top_p * weight, top, scale, True, BLOCK, AHEAD))
+        key = tl.maximum(key, _floor_for(values_ptr, size, top_p * weight, top, scale, True, BLOCK))
     return key
 
 
@@ -128,26 +124,24 @@ def _lane_bound(highest, wanted):
 
 
 @triton.jit
-def _keep(values_ptr, size, bound, top, scale, kept_ptr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def _keep(values_ptr, size, bound, top, scale, kept_ptr, BLOCK: tl.constexpr):
     """Copy values that are not below ``bound``, as far as BLOCK of them. Returns how many there are, the weight of all
     values and theirs."""
     at = tl.arange(0, BLOCK)
     count = tl.full([], 0, tl.int32)
     weights = tl.zeros([BLOCK], tl.float32)
     kept_weights = tl.zeros([BLOCK], tl.float32)
-    for base in range(0, size, BLOCK * AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            start = base + ahead * BLOCK
-            x = _load(values_ptr, start, size, BLOCK)
-            weight = _weight(x, top, scale)
-            weights += weight
-            take = (_ordered(x) >= bound) & (start + at < size)
-            number = tl.sum(take.to(tl.int32), 0)
-            if number > 0:
-                place = count + tl.cumsum(take.to(tl.int32), 0) - 1
-                tl.store(kept_ptr + place, x, mask=take & (place < BLOCK))
-                kept_weights += tl.where(take, weight, 0.0)
-            count += number
+    for start in range(0, size, BLOCK):
+        x = _load(values_ptr, start, size, BLOCK)
+        weight = _weight(x, top, scale)
+        weights += weight
+        take = (_ordered(x) >= bound) & (start + at < size)
+        number = tl.sum(take.to(tl.int32), 0)
+        if number > 0:
+            place = count + tl.cumsum(take.to(tl.int32), 0) - 1
+            tl.store(kept_ptr + place, x, mask=take & (place < BLOCK))
+            kept_weights += tl.where(take, weight, 0.0)
+        count += number
     tl.debug_barrier()
     return count, tl.sum(weights, 0), tl.sum(kept_weights, 0)
 
@@ -165,7 +159,6 @@ def _floor_of_row(
     floats_stride,
     ints_stride,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -183,9 +176,8 @@ def _floor_of_row(
         line_ptr = logits_ptr + sample * logits_stride
         kept_ptr = candidates_ptr + sample * BLOCK
         highest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for base in range(0, vocab, BLOCK * AHEAD):
-            for ahead in tl.static_range(AHEAD):
-                highest = tl.maximum(highest, _load(line_ptr, base + ahead * BLOCK, vocab, BLOCK))
+        for start in range(0, vocab, BLOCK):
+            highest = tl.maximum(highest, _load(line_ptr, start, vocab, BLOCK))
         top = tl.max(highest, 0)
         scale = 1.4426950408889634 / temperature
         if has_top_k | (top_p < 1.0):
@@ -194,12 +186,12 @@ def _floor_of_row(
             few = has_top_k & (top_k <= BLOCK // 4)
             wanted = tl.where(few, top_k, BLOCK // 2)
             bound = _lane_bound(highest, wanted)
-            count, total, kept = _keep(line_ptr, vocab, bound, top, scale, kept_ptr, BLOCK, AHEAD)
+            count, total, kept = _keep(line_ptr, vocab, bound, top, scale, kept_ptr, BLOCK)
             holds_top_p = (has_top_k == 0) & (kept >= top_p * total)
             if (count <= BLOCK) & (few | holds_top_p):
-                key = _floor_of_values(kept_ptr, count, top_k, top_p, total, top, scale, has_top_k, BLOCK, 1)
+                key = _floor_of_values(kept_ptr, count, top_k, top_p, total, top, scale, has_top_k, BLOCK)
             else:
-                key = _floor_of_values(line_ptr, vocab, top_k, top_p, total, top, scale, has_top_k, BLOCK, AHEAD)
+                key = _floor_of_values(line_ptr, vocab, top_k, top_p, total, top, scale, has_top_k, BLOCK)
             floor = _value(tl.minimum(key, _ordered(top)))
         if min_p > 0.0:
             floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
@@ -304,7 +296,6 @@ def sample(
         vocab,
         *strides,
         BLOCK=BLOCK,
-        AHEAD=4,
         PDL=pdl,
         num_warps=16,
         launch_pdl=pdl,
