@@ -127,7 +127,8 @@ class CacheManager:
             return None
         lease = Lease(self._free_rows.pop(), namespace, handle.cached_len, handle)
         self._leases[lease.row] = lease
-        self._append(lease.row, self._prefixes.pages(handle))
+        if handle.cached_len:
+            self._append(lease.row, self._prefixes.pages(handle))
         self._hit_tokens += handle.cached_len
         return lease
 
