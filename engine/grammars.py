@@ -42,11 +42,13 @@ class XGrammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._num_bytes = 0
+        self._cache_lock = threading.Lock()  # held for a moment only: the engine's loop takes it
         self._compiler: Any = None
-        self._lock = threading.Lock()
+        self._compiler_lock = threading.Lock()
 
     def cached(self, grammar: str) -> TokenConstraint | None:
-        with self._lock:
+        with self._cache_lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
                 return None
@@ -60,10 +62,12 @@ class XGrammars:
             reason = _PLACE.sub("", str(error)).strip()
             raise InvalidRequest(f"cannot be compiled: {reason}", param="grammar", code="invalid_grammar") from error
         self._check_speed(compiled)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > 1 and sum(c.memory_size_bytes for c in self._compiled.values()) > CACHE_BYTES:
-                self._compiled.popitem(last=False)
+        with self._cache_lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = compiled
+                self._num_bytes += compiled.memory_size_bytes
+            while len(self._compiled) > 1 and self._num_bytes > CACHE_BYTES:
+                self._num_bytes -= self._compiled.popitem(last=False)[1].memory_size_bytes
         return _Matcher(compiled)
 
     def _check_speed(self, compiled: Any) -> None:
@@ -77,7 +81,7 @@ class XGrammars:
     def _the_compiler(self) -> Any:
         import xgrammar
 
-        with self._lock:
+        with self._compiler_lock:
             if self._compiler is None:
                 try:
                     tokenizer = self._load_tokenizer()

@@ -154,7 +154,7 @@ def _opened(schema: dict[str, Any]) -> dict[str, Any]:
     """The compiler takes what is not named as forbidden, which suits objects with properties; where a schema says
     nothing at all about its members it means anything."""
     kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    kinds = kinds if isinstance(kinds, list) else [kinds]
     if "array" in kinds and not schema.keys() & {"items", "prefixItems"}:
         schema["items"] = True
     required = schema.get("required", [])

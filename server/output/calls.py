@@ -242,9 +242,9 @@ def _keywords(written: str) -> str:
     """``city="Oslo", days=3`` as a JSON object."""
     try:
         call = ast.parse(f"f({written})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise Malformed
-        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return json.dumps(values, ensure_ascii=False)
+        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         raise Malformed from None

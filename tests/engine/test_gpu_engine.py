@@ -6,6 +6,7 @@ it is at most ``TIE`` standard deviations of the logits below the best one; near
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from radixserve.engine.errors import ModelError
 from radixserve.engine.llm import LLM, Completion
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.structured import regex, structural_tag
 from radixserve.kernels.interface import AttentionShape
 from radixserve.kernels.select import select_attention
 from radixserve.kernels.shared_prefix import PrefixGroups
@@ -132,6 +134,15 @@ def test_the_default_model_answers_as_in_transformers(default_model: Model, opti
         warm = llm.generate(prompts[::-1], greedy())
         default_model.check(warm)
         assert sum(completion.cached_tokens for completion in warm) > 0
+
+
+def test_grammars_hold_in_graphs_beside_free_requests(default_model: Model) -> None:
+    prompts = [answer.prompt for answer in recorded_answers()][:10]
+    limited = SamplingParams(temperature=0, max_tokens=30, grammar=structural_tag(regex("[a-z]{4} [0-9]{3}")))
+    with default_model.open(max_model_len=1024) as llm:
+        completions = llm.generate(prompts, [limited if i % 2 else greedy() for i in range(len(prompts))])
+    default_model.check(completions[::2])
+    assert all(re.fullmatch("[a-z]{4} [0-9]{3}", completion.text) for completion in completions[1::2])
 
 
 def test_three_query_heads_of_64_values_share_a_key_head(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -14,9 +15,11 @@ from radixserve.configs.sources import OptionError
 from radixserve.engine.errors import ConfigError, InvalidRequest, ModelError
 from radixserve.engine.llm import LLM
 from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.structured import regex, structural_tag
 from radixserve.kernels.interface import BatchLayout
 from radixserve.kernels.torch_attention import TorchAttention
 from radixserve.tests.engine import tiny_models
+from radixserve.tests.server.byte_model import write_byte_model
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,22 @@ def test_greedy_answers_equal_transformers(
         assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
         assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
         assert [tokens(llm, prompt, greedy())[0] for prompt in tiny_models.PROMPTS] == answers
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_grammars_hold_beside_free_requests(
+    folder: Path, tmp_path: Path, answers: list[list[int]], overlap: bool
+) -> None:
+    options = {"tokenizer": str(write_byte_model(tmp_path / "bytes")), "disable_overlap_schedule": not overlap}
+    limited = SamplingParams(temperature=0, max_tokens=12, grammar=structural_tag(regex("[a-c]{4}(x|y)")))
+    with open_llm(folder, **options) as llm:
+        rules = [limited if i % 2 else greedy() for i in range(len(tiny_models.PROMPTS))]
+        completions = llm.generate(tiny_models.PROMPTS, rules)
+        assert [completion.token_ids for completion in completions[::2]] == answers[::2]
+        assert all(re.fullmatch("[a-c]{4}[xy]", completion.text) for completion in completions[1::2])
+        assert {completion.finish_reason for completion in completions[1::2]} == {"stop"}
+        with pytest.raises(InvalidRequest, match="cannot be compiled"):
+            llm.generate("a", SamplingParams(grammar="{}"))
 
 
 def test_answers_survive_retraction(folder: Path, answers: list[list[int]]) -> None:

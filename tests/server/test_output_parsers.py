@@ -193,6 +193,12 @@ def test_only_the_first_call_is_told_where_one_is_allowed() -> None:
     assert said(feed(parser("json", single_call=True), *text)) == ("", "", [("now", {})])
 
 
+@pytest.mark.parametrize("argument", ["-" * 200_000 + "1", "[" * 90_000, "1e999", "+".join("1" * 50_000)])
+def test_python_that_is_made_to_break_its_reader_is_text(argument: str) -> None:
+    text = f"[weather(days={argument})]"
+    assert said(feed(parser("pythonic"), text)) == ("", text, [])
+
+
 def test_ids_of_mistral_have_nine_letters_and_digits() -> None:
     start = next(d for d in feed(parser("mistral"), "[TOOL_CALLS]now{}") if isinstance(d, CallStart))
     assert len(start.id) == 9 and start.id.isalnum()
