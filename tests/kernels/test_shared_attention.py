@@ -22,6 +22,7 @@ from radixserve.kernels.torch_attention import TorchAttention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+on_device = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 GROUPS = [
     [(3, 64)],  # (decodes, common tokens)
     [(2, 480), (5, 112), (9, 48)],
@@ -144,8 +145,7 @@ def test_plain_torch_reads_prefixes_once_and_gives_the_same(
     assert torch.equal(together[1], alone[1])  # windows go on as before
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED, reason="needs a GPU")
+@on_device
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "dtype"),
