@@ -229,9 +229,4 @@ def test_reading_shared_prefixes_once_changes_no_answer(llama: Model, options: d
     prompts = [bases[i % 8 == 0] + tiny_models.random_ids(1 + i, seed=100 + i) for i in range(64)]
     prompts += [tiny_models.random_ids(50, seed=200 + i) for i in range(4)]
     with llama.open(max_num_seqs=72, num_pages=65536 // options.get("page_size", 16), **options) as llm:
-        found = llm.generate(prompts, greedy())
-        llama.check(found[:20] + found[-4:])
-    with llama.open(shared_prefix_attention="off", max_num_seqs=72, num_pages=4096) as llm:
-        expected = llm.generate(prompts, greedy())
-    same = [a.token_ids == b.token_ids for a, b in zip(found, expected, strict=True)]
-    assert sum(same) > MOST * len(same)  # rounding decides between near ties
+        llama.check(llm.generate(prompts, greedy()))

@@ -151,7 +151,7 @@ def test_padded_steps_planned_on_the_device_equal_torch(
     nothing = np.zeros(0, np.int32)
     sequences = (layout.rows_host, layout.kv_lens_host, layout.query_starts_host)
     size = PaddedSize(tokens + 9, first + 3, 6)
-    padded = pad(StepInputs(nothing, nothing, nothing, *sequences, nothing, nothing, nothing), first, size)
+    padded = pad(StepInputs(*[nothing] * 3, *sequences, *[nothing] * 4), first, size)
     on_device = [torch.from_numpy(array).to(DEVICE) for array in (padded.rows, padded.kv_lens, padded.query_starts)]
     unplanned = BatchLayout(size.decodes, 16, *on_device, layout.page_table, *[nothing] * 3, layout.page_table_host)
     decodes = TritonDecodeAttention(
