@@ -138,10 +138,13 @@ def run_clients(address: tuple[str, int], num_clients: int, num_requests: int, b
     tails: dict[socket.socket, bytes] = {}
 
     def send_next(client: socket.socket) -> None:
-        if waiting:
-            waiting.popleft()
-            tails[client] = b""
-            client.sendall(request)
+        if not waiting:
+            selector.unregister(client)
+            client.close()  # an idle one would be closed by the server after a while
+            return
+        waiting.popleft()
+        tails[client] = b""
+        client.sendall(request)
 
     clients = [socket.create_connection(address) for _ in range(min(num_clients, num_requests))]
     began = time.monotonic()
@@ -160,8 +163,6 @@ def run_clients(address: tuple[str, int], num_clients: int, num_requests: int, b
             if tails[client] == end:
                 answered += 1
                 send_next(client)
-    for client in clients:
-        client.close()
     return Load(time.monotonic() - began, frames)
 
 
