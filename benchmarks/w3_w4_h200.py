@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
@@ -207,6 +207,7 @@ def main() -> None:
     run.add_argument("--serve", type=shlex.split, default=[], metavar="FLAGS", help="flags of the server")
     run.add_argument("--only", default="w3,w4", help="parts to run (default: %(default)s)")
     run.add_argument("--budget", type=float, default=530, metavar="S", help="(default: %(default)s)")
+    run.add_argument("--open-loop", type=float, metavar="S", help="length of an open loop at capacity (default: 10)")
     run.add_argument("--small", action="store_true", help="little work")
     options = parser.parse_args()
     if options.command == "model":
@@ -214,7 +215,10 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "machine.json").write_text(json.dumps(machine(), indent=2) + "\n")
-    bench = Bench(options.model, options.out, options.budget, _SMALL if options.small else _FULL)
+    sizes = _SMALL if options.small else _FULL
+    if options.open_loop:
+        sizes = replace(sizes, open_loop_s=options.open_loop)
+    bench = Bench(options.model, options.out, options.budget, sizes)
     if "w3" in options.only:
         bench.w3()
     if "w4" in options.only:
