@@ -33,6 +33,9 @@ GGUF_KEYS = {
 }
 # general.file_type -> dtype; quantized files get the type whose range no checkpoint overflows.
 _DTYPES = {0: "float32", 1: "float16"}
+# What ends a turn of a chat. Files name one end, mostly that of a text, and leave it to the reader to know these.
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_NORMAL = 1  # type of a token that is text
 
 
 def config_of_gguf(gguf: GGUFFile) -> dict[str, Any]:
@@ -41,12 +44,11 @@ def config_of_gguf(gguf: GGUFFile) -> dict[str, Any]:
     prefix = f"{metadata['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     config = {key: own[name] for key, name in GGUF_KEYS.items() if name in own}
-    eos_ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     config |= {
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(int(i) for i in eos_ids if i is not None)),
+        "eos_token_id": _end_ids(metadata),
         "dtype": _DTYPES.get(metadata.get("general.file_type", -1), "bfloat16"),
         "rope_parameters": _rope_parameters(gguf, own),
     }
@@ -58,6 +60,17 @@ def config_of_gguf(gguf: GGUFFile) -> dict[str, Any]:
     elif pattern is not None:
         config["sliding_window_pattern"] = pattern
     return config
+
+
+def _end_ids(metadata: dict[str, Any]) -> list[int]:
+    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
+    ends = [
+        i
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if token in _ENDS_OF_TURN and kind != _NORMAL
+    ]
+    return list(dict.fromkeys(int(i) for i in (*named, *ends) if i is not None))
 
 
 def _rope_parameters(gguf: GGUFFile, own: dict[str, Any]) -> dict[str, Any]:

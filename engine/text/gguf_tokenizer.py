@@ -20,20 +20,23 @@ Metadata = Mapping[str, Any]
 _CONTROL, _USER_DEFINED = 3, 4  # Token types.
 
 _LETTERS_AND_REST = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
 )
-_LLAMA3 = _CONTRACTIONS + _LETTERS_AND_REST % r"\p{N}{1,3}"
-_QWEN2 = _CONTRACTIONS + _LETTERS_AND_REST % r"\p{N}"
-_TEKKEN = _CASED_WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + "|" + _LETTERS_AND_REST % r"\p{N}{1,3}"
+_QWEN2 = _CONTRACTIONS + "|" + _LETTERS_AND_REST % r"\p{N}"
+_TEKKEN = _CASED_WORDS % ("", "") + r"|\p{N}" + _CASED_REST
+_GPT4O = _CASED_WORDS % (2 * (_CONTRACTIONS + "?",)) + r"|\p{N}{1,3}" + _CASED_REST
 
 # Names of tokenizer.ggml.pre by what they do. Those of _WITH_BOS add BOS unless the file says otherwise.
 _SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), _QWEN2),
     "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
 }
 _DIGITS_THEN_GPT2 = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _GPT2 = {"gpt-2", "default", "mpt", "olmo", "jais", "trillion"}

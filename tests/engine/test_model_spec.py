@@ -175,6 +175,17 @@ def test_an_unknown_gguf_architecture_lists_the_supported_ones(tmp_path):
         spec_from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", "falcon")))
 
 
+def test_control_tokens_that_end_a_turn_of_a_chat_end_an_answer(tmp_path):
+    gguf = read_gguf(gguf_with(tmp_path / "m.gguf"))
+    tokenizer = {
+        "tokens": ["<s>", "<|endoftext|>", "a", "<|end|>", "<|im_end|>"],
+        "token_type": np.array([3, 3, 1, 3, 1]),
+        "eos_token_id": 1,
+    }
+    gguf.metadata.update({f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()})
+    assert spec_from_gguf(gguf).eos_token_ids == (1, 3)
+
+
 def test_mixtures_of_experts_in_gguf_are_refused(tmp_path):
     with pytest.raises(ModelError, match="experts"):
         spec_from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", expert_count=8)))

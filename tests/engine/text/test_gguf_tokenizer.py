@@ -49,7 +49,7 @@ def transformers_backend(metadata: dict[str, Any]) -> Any:
     return convert_gguf_tokenizer(metadata["general.architecture"], values)[0]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
 def test_pre_tokenizers_equal_transformers(byte_level_metadata: dict[str, Any], pre: str):
     metadata = {**byte_level_metadata, "tokenizer.ggml.pre": pre}
     ours, theirs = build_gguf_tokenizer(metadata).pre_tokenizer, transformers_backend(metadata).pre_tokenizer
