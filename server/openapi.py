@@ -32,7 +32,8 @@ _FAULT = {
     "description": "The request was wrong or could not be served",
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
 }
-_EVENT_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+# Without a type: readers of this document see a string, or the events in it.
+_EVENT_STREAM = {"text/event-stream": {"schema": {"description": "Events, each with a chunk as JSON; then [DONE]"}}}
 
 
 def describe(app: FastAPI, bodies: Iterable[type[RequestModel]], streaming_paths: Iterable[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from radixserve.engine.structured import Format, json_schema
 from radixserve.server.output.formats import JSON_CALLS, CallFormat, OutputFormats, ReasoningFormat
 from radixserve.server.output.parser import OutputParser
 from radixserve.server.protocol.chat import ChatRequest
-from radixserve.server.protocol.structured import grammar_text, wanted_format
+from radixserve.server.protocol.structured import Wanted, grammar_text, wanted_format
 from radixserve.server.protocol.tools import Function
 
 # Calls in one answer, where calls are enforced: small models would never stop.
@@ -57,38 +57,47 @@ def chat_plan(
 ) -> OutputPlan:
     """``prompt_end``: the last characters of the prompt. Raises ``InvalidRequest``."""
     functions = request.callable_functions
-    mode = request.tool_choice.mode if request.tool_choice else "auto"
-    single = mode == "named" or request.parallel_tool_calls is False
-    wanted, calls = wanted_format(request), formats.calls
-    field = wanted.field if wanted else "tools"
-    form = wanted.format if wanted else None
-    if functions and mode in ("required", "named"):
-        calls = _enforceable(calls)
-        form, field = _calls_format(calls, functions, single), "tools"
-    elif functions and calls is not None and form is not None:
-        form = {"type": "or", "elements": [form, _calls_format(_enforceable(calls), functions, single)]}
-        calls = _enforceable(calls)
-    elif functions and calls is not None and any(function.strict for function in functions):
-        form = _strict_format(calls, functions, single)
-    reasoning = formats.reasoning if request.separate_reasoning else None
-    thinking = reasoning is not None and prompt_end.rstrip().endswith(reasoning.start)
-    thought = formats.reasoning is not None and prompt_end.rstrip().endswith(formats.reasoning.end)
-    budget = request.thinking_token_budget
-    if budget is not None:
-        field = "thinking_token_budget"
-    if (form is not None or budget is not None) and formats.reasoning is not None and not thought:
-        # Else reasoning without a limit would pass for an answer.
-        form = form or {**_ANY_TEXT, "excludes": [formats.reasoning.start]}
-        form = _after_reasoning(form, formats.reasoning, prompt_end, budget, control_texts)
+    single = _is_named(request) or request.parallel_tool_calls is False
+    calls, wanted = _wanted(request, formats.calls, functions, single)
+    reasoning, budget = formats.reasoning, request.thinking_token_budget
+    prompt_end = prompt_end.rstrip()
+    if reasoning is not None and not prompt_end.endswith(reasoning.end):
+        wanted = _after_reasoning(wanted, reasoning, prompt_end, budget, control_texts)
+    elif reasoning is not None:
+        reasoning = None  # the prompt itself has closed it
     return OutputPlan(
-        grammar=None if form is None else grammar_text(form, field),
-        field=field,
-        reasoning=None if thought else reasoning,
+        grammar=None if wanted is None else grammar_text(wanted.format, wanted.field),
+        field="grammar" if wanted is None else wanted.field,
+        reasoning=reasoning if request.separate_reasoning else None,
         calls=calls,
         tools={function.name: function.parameters or {} for function in functions},
-        thinking=thinking,
+        thinking=reasoning is not None and prompt_end.endswith(reasoning.start),
         single_call=single,
     )
+
+
+def _is_named(request: ChatRequest) -> bool:
+    return request.tool_choice is not None and request.tool_choice.mode == "named"
+
+
+def _wanted(
+    request: ChatRequest, calls: CallFormat | None, functions: Sequence[Function], single: bool
+) -> tuple[CallFormat | None, Wanted | None]:
+    """What format and tools ask for together, and how calls are written then."""
+    wanted = wanted_format(request)
+    if not functions:
+        return calls, wanted
+    if _is_named(request) or (request.tool_choice is not None and request.tool_choice.mode == "required"):
+        calls = _enforceable(calls)
+        return calls, Wanted(_calls_format(calls, functions, single), "tools")
+    if calls is None:
+        return None, wanted
+    if wanted is not None:
+        calls = _enforceable(calls)
+        either = {"type": "or", "elements": [wanted.format, _calls_format(calls, functions, single)]}
+        return calls, Wanted(either, wanted.field)
+    strict = _strict_format(calls, functions, single) if any(function.strict for function in functions) else None
+    return calls, None if strict is None else Wanted(strict, "tools")
 
 
 def _enforceable(calls: CallFormat | None) -> CallFormat:
@@ -142,19 +151,28 @@ def _parameters(function: Function) -> Format:
 
 
 def _after_reasoning(
-    form: Format, reasoning: ReasoningFormat, prompt_end: str, budget: int | None, control_texts: Sequence[str]
-) -> Format:
-    """Free reasoning, of up to ``budget`` tokens, and then ``form``."""
+    wanted: Wanted | None,
+    reasoning: ReasoningFormat,
+    prompt_end: str,
+    budget: int | None,
+    control_texts: Sequence[str],
+) -> Wanted | None:
+    """Free reasoning, of up to ``budget`` tokens, and then what is wanted."""
     if {reasoning.start, reasoning.end} & set(control_texts):
         if budget is not None:
             message = "is not supported for a model whose reasoning is between control tokens"
             raise InvalidRequest(f"thinking_token_budget: {message}", param="thinking_token_budget")
-        return form
-    is_open = prompt_end.rstrip().endswith(reasoning.start) or reasoning.always
+        return wanted
+    if wanted is None:
+        if budget is None:
+            return None
+        # Without the exclusion reasoning of any length would pass for an answer.
+        wanted = Wanted({**_ANY_TEXT, "excludes": [reasoning.start]}, "thinking_token_budget")
+    is_open = prompt_end.endswith(reasoning.start) or reasoning.always
     thoughts = _ANY_TEXT if budget is None else {**_ANY_TEXT, "max_tokens": budget}
     tag = {"type": "tag", "begin": "" if is_open else reasoning.start, "content": thoughts, "end": reasoning.end}
     block = _sequence(tag, _BREAK)
-    return _sequence(block if is_open else {"type": "optional", "content": block}, form)
+    return Wanted(_sequence(block if is_open else {"type": "optional", "content": block}, wanted.format), wanted.field)
 
 
 def _sequence(*elements: Format) -> Format:

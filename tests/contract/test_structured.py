@@ -50,13 +50,14 @@ def check_schemas(api: Api, count: int, max_tokens: int) -> int:
         schema = random_schema(rng)
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         body = chat_body("Make up a record.", response_format=form, max_tokens=max_tokens, seed=seed, temperature=1.0)
-        choice = api.answer(CHAT, body)["choices"][0]
+        choice = patient.answer(CHAT, body)["choices"][0]
         if choice["finish_reason"] == "length":
             return 0
         jsonschema.validate(json.loads(choice["message"]["content"]), schema)
         return 1
 
-    with ThreadPoolExecutor(16) as pool:
+    patient = Api(api.server, timeout=900)
+    with patient.http, ThreadPoolExecutor(16) as pool:
         return sum(pool.map(ask, range(count)))
 
 
