@@ -22,8 +22,11 @@ def shown_progress(write_line: Callable[[str], None]) -> Iterator[Show]:
     with tqdm(total=1.0, bar_format="{desc} {percentage:3.0f}%|{bar}|", leave=False) as bar:
 
         def show(what: str, share: float) -> None:
+            is_new_phase = what.partition(":")[0] != bar.desc.partition(":")[0]
             bar.set_description_str(what, refresh=False)
             bar.update(share - bar.n)  # draws at most ten times a second
+            if is_new_phase:
+                bar.refresh()
 
         yield show
 
