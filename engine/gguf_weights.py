@@ -53,6 +53,7 @@ _METADATA_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fact
 _T = GGMLQuantizationType
 _SUPPORTED = (
     _T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K,
+    _T.IQ1_S, _T.IQ1_M, _T.IQ2_XXS, _T.IQ2_XS, _T.IQ2_S, _T.IQ3_XXS, _T.IQ3_S, _T.IQ4_NL, _T.IQ4_XS, _T.MXFP4,
 )  # fmt: skip
 # What the packed layouts hold as it is; others are rounded to the next finer one.
 _EXACT = {_T.Q4_0: WeightKind.Q4, _T.Q4_1: WeightKind.Q4, _T.Q4_K: WeightKind.Q4, _T.Q8_0: WeightKind.Q8}

@@ -177,13 +177,18 @@ def stacked(name: str, places: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([places[f"{before}experts.{expert}.{after}"] for expert in range(6)])
 
 
-@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
-def test_gguf_k_quants_are_read(kind: Kind, tmp_path: Path) -> None:
+K_QUANTS = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+I_QUANTS = [Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S]
+I_QUANTS += [Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4]
+
+
+@pytest.mark.parametrize("kind", K_QUANTS + I_QUANTS, ids=lambda kind: kind.name)
+def test_gguf_k_and_i_quants_are_read(kind: Kind, tmp_path: Path) -> None:
     """The gguf package cannot make these: random blocks must load as it dequantizes them."""
     oracle = tiny_models.make("qwen3", hidden_size=256, intermediate_size=256)
     write_gguf(oracle, tmp_path / "f32.gguf", Kind.F32)
-    block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
-    raw = np.random.default_rng(0).integers(0, 60, (256, block_bytes), np.uint8)
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 60, (256, 256 // block_size * block_bytes), np.uint8)
     replace_tensor(tmp_path / "f32.gguf", tmp_path / "m.gguf", "blk.1.ffn_up.weight", raw, kind)
     _, places = load_gguf(tmp_path / "m.gguf")
     expected = torch.from_numpy(gguf.dequantize(raw, kind))
