@@ -23,9 +23,11 @@ _UNSUPPORTED = frozenset(
     "not if then else dependentRequired dependentSchemas dependencies contains minContains maxContains "
     "unevaluatedItems unevaluatedProperties uniqueItems $dynamicRef $recursiveRef".split()
 )
-_ANNOTATIONS = frozenset(
-    "title description default examples example deprecated readOnly writeOnly $comment $schema $id $anchor $defs "
-    "definitions strict nullable discriminator".split()
+# Keywords that limit a value; all others are annotations.
+_LIMITS = frozenset(
+    "type enum const multipleOf minimum maximum exclusiveMinimum exclusiveMaximum minLength maxLength pattern format "
+    "items prefixItems additionalItems minItems maxItems properties patternProperties additionalProperties "
+    "propertyNames required minProperties maxProperties anyOf oneOf allOf $ref".split()
 )
 # Where schemas stand inside a schema.
 _ONE = ("items", "additionalItems", "additionalProperties", "propertyNames")
@@ -147,7 +149,7 @@ class _Schemas:
 
 def _says(schema: Mapping[str, Any]) -> set[str]:
     """The keywords that limit the value."""
-    return set(schema.keys() - _ANNOTATIONS)
+    return schema.keys() & _LIMITS
 
 
 def _opened(schema: dict[str, Any]) -> dict[str, Any]:

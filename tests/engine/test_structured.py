@@ -34,8 +34,8 @@ def prepared(schema: Any) -> Any:
             },
         ),
         (
-            {"$defs": {"x": {"type": "array"}}, "allOf": [{"$ref": "#/$defs/x"}], "title": "X", "default": []},
-            {"$defs": {"x": {"type": "array", "items": True}}, "$ref": "#/$defs/x", "title": "X", "default": []},
+            {"$defs": {"x": {"type": "array"}}, "allOf": [{"$ref": "#/$defs/x"}], "title": "X", "x-order": 1},
+            {"$defs": {"x": {"type": "array", "items": True}}, "$ref": "#/$defs/x", "title": "X", "x-order": 1},
         ),
         (
             {"anyOf": [{"type": "integer"}, {"type": "array"}]},
