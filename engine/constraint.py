@@ -9,7 +9,7 @@ import numpy as np
 from radixserve.engine.errors import RadixServeError
 from radixserve.engine.step import Int32s
 
-_WORD_BITS = 32
+WORD_BITS = 32
 
 
 class ConstraintFailed(RadixServeError):
@@ -43,13 +43,13 @@ class ConstraintSource(Protocol):
 
 def mask_words(vocab_size: int) -> int:
     """int32s that hold one bit for each token."""
-    return -(-vocab_size // _WORD_BITS)
+    return -(-vocab_size // WORD_BITS)
 
 
 def forbid(words: Int32s, token_ids: frozenset[int]) -> None:
     """Take ``token_ids`` out of a mask, unless nothing would be left of it."""
     without = words.view(np.uint32).copy()
     for token_id in token_ids:
-        without[token_id // _WORD_BITS] &= np.uint32(~(1 << token_id % _WORD_BITS) & 0xFFFFFFFF)
+        without[token_id // WORD_BITS] &= np.uint32(~(1 << token_id % WORD_BITS) & 0xFFFFFFFF)
     if without.any():
         words.view(np.uint32)[:] = without

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask_words
+from radixserve.engine.constraint import WORD_BITS, ConstraintFailed, TokenConstraint, mask_words
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.step import Int32s
 from radixserve.engine.text.tokenizer import Tokenizer
@@ -40,6 +40,8 @@ class XGrammars:
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]):
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
+        # The bits of the last word of a mask that stand for tokens: 2^n - 1, as an int32.
+        self._last_word = np.array((1 << (vocab_size - 1) % WORD_BITS + 1) - 1, np.uint32).view(np.int32)
         self._eos_token_ids = list(eos_token_ids)
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._num_bytes = 0
@@ -53,7 +55,7 @@ class XGrammars:
             if compiled is None:
                 return None
             self._compiled.move_to_end(grammar)
-        return _Matcher(compiled)
+        return _Matcher(compiled, self._last_word)
 
     def compile(self, grammar: str) -> TokenConstraint:
         try:
@@ -68,10 +70,10 @@ class XGrammars:
                 self._num_bytes += compiled.memory_size_bytes
             while len(self._compiled) > 1 and self._num_bytes > CACHE_BYTES:
                 self._num_bytes -= self._compiled.popitem(last=False)[1].memory_size_bytes
-        return _Matcher(compiled)
+        return _Matcher(compiled, self._last_word)
 
     def _check_speed(self, compiled: Any) -> None:
-        matcher, words = _Matcher(compiled), np.empty(mask_words(self._vocab_size), np.int32)
+        matcher, words = _Matcher(compiled, self._last_word), np.empty(mask_words(self._vocab_size), np.int32)
         matcher.fill_mask(words)  # what is made on first use
         before = time.thread_time()
         matcher.fill_mask(words)
@@ -106,9 +108,10 @@ class XGrammars:
 class _Matcher:
     """The ``TokenConstraint`` of one request."""
 
-    def __init__(self, compiled: Any):
+    def __init__(self, compiled: Any, last_word: Int32s):
         import xgrammar
 
+        self._last_word = last_word
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._num_masks = 0
         self._masks_s = 0.0
@@ -116,10 +119,13 @@ class _Matcher:
     def fill_mask(self, words: Int32s) -> None:
         before = time.thread_time()
         self._matcher.fill_next_token_bitmask(words.reshape(1, -1))
+        words[-1] &= self._last_word
         self._masks_s += time.thread_time() - before
         self._num_masks += 1
         if self._masks_s > _MAX_MASKS_S + self._num_masks * _MAX_MASK_S:
             raise ConstraintFailed(_TOO_SLOW)
+        if not words.any():
+            raise ConstraintFailed("no token of the model fits the grammar here")
 
     def accept(self, token_id: int) -> bool:
         if not self._matcher.accept_token(token_id):
