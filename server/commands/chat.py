@@ -72,7 +72,9 @@ class Chat:
         self._messages.append({"role": "user", "content": text})
         reply, pieces = Reply(), list[str]()
         try:
-            for piece in self._client.stream(CHAT_PATH, {"messages": self._messages}, reply):
+            # Reasoning is shown as it comes, tags and all.
+            body = {"messages": self._messages, "separate_reasoning": False}
+            for piece in self._client.stream(CHAT_PATH, body, reply):
                 pieces.append(piece)
                 self._write(_harmless(piece))
             self._write("\n")

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from radixserve.tests.server.byte_model import TEMPLATE, write_byte_model
@@ -161,6 +162,17 @@ def test_openai_client_reads_streamed_calls_and_parses_them(client: openai.OpenA
         assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
         called = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]  # type: ignore[union-attr]
         assert called == [("add", {"n": 1}), ("now", {})]
+
+
+class Sum(pydantic.BaseModel):
+    n: int
+
+
+def test_openai_client_parses_arguments_into_models(client: openai.OpenAI) -> None:
+    tools: Any = [openai.pydantic_function_tool(Sum, name="add")]
+    fields: Any = {"model": "tiny", "tools": tools, **ask(TWO_CALLS)}
+    calls = client.chat.completions.parse(**fields).choices[0].message.tool_calls
+    assert calls and calls[0].function.parsed_arguments == Sum(n=1)
 
 
 def test_history_of_calls_and_tools_reaches_a_template_that_knows_none(http: httpx.Client) -> None:
