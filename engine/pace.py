@@ -33,7 +33,10 @@ class PrefillPace:
             return num_tokens
         decode_s = self._decode_time()
         left_s = max(self._target_s - decode_s, decode_s / 2)
-        return min(num_tokens, max(_LEAST_TOKENS, int(left_s / median(self._token_s))))
+        token_s = median(self._token_s)
+        if num_tokens * token_s <= left_s:  # prompts that took no longer than decodes by themselves count as free
+            return num_tokens
+        return min(num_tokens, max(_LEAST_TOKENS, int(left_s / token_s)))
 
     def planned(self) -> None:
         """A step is planned and will be launched at once."""

@@ -14,10 +14,12 @@ _TARGET_S = 0.05
 
 
 class Timed:
-    """A harness whose device takes 2 ms for a step and 0.1 ms for each of its tokens, and ``hiccup_s`` for the next."""
+    """A harness whose device takes 2 ms for a step and ``token_s`` for each of its tokens, and ``hiccup_s`` for the
+    next."""
 
-    def __init__(self, target_itl_s: float | None, overlap: bool) -> None:
+    def __init__(self, target_itl_s: float | None, overlap: bool, token_s: float = 1e-4) -> None:
         self.now = self.ready_at = self.hiccup_s = 0.0
+        self.token_s = token_s
         options = SchedulerOptions(max_num_seqs=16)
         self.harness = Harness(
             page_size=16, num_pages=2000, max_model_len=8192, vocab_size=10_000, step_tokens=2048, overlap=overlap,
@@ -28,7 +30,7 @@ class Timed:
 
     def _launch(self, plan: StepPlan) -> FakePendingStep:
         began = max(self.now, self.ready_at)
-        seconds, self.hiccup_s = 0.002 + 1e-4 * plan.num_tokens + self.hiccup_s, 0.0
+        seconds, self.hiccup_s = 0.002 + self.token_s * plan.num_tokens + self.hiccup_s, 0.0
         self.ready_at = done_at = began + seconds
         self.steps.append((plan, seconds))
         result = FakeRunner.launch(self.harness.runner, plan).result()
@@ -48,9 +50,9 @@ class Timed:
         return [seconds for plan, seconds in self.steps[since:] if plan.chunks and len(plan.decode_rows)]
 
 
-def timed_streams(target_itl_s: float | None, overlap: bool) -> Timed:
+def timed_streams(target_itl_s: float | None, overlap: bool, token_s: float = 1e-4) -> Timed:
     """Four streams that run, after a long prompt by which the cost of a token is known."""
-    timed = Timed(target_itl_s, overlap)
+    timed = Timed(target_itl_s, overlap, token_s)
     timed.submit(600, 5, SamplingParams(temperature=0, max_tokens=1))
     timed.harness.run()
     for number in range(4):
@@ -110,3 +112,14 @@ def test_prompts_advance_where_the_target_cannot_be_met() -> None:
     timed.harness.run()
     timed.harness.check_outputs()
     assert all(256 <= plan.num_tokens <= 256 + 4 for plan, _ in timed.steps[since : since + 8] if plan.chunks)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_that_cost_nothing_beside_decodes_are_not_cut(overlap: bool) -> None:
+    timed = timed_streams(_TARGET_S, overlap, token_s=0.0)
+    for number in range(20):  # enough to outweigh the long prompt at the start
+        timed.submit(600, 100 + number)
+        timed.harness.advance()
+    timed.harness.advance()
+    assert max(plan.num_tokens for plan, _ in timed.steps[-20:]) > 600
+    timed.harness.run()
