@@ -57,7 +57,9 @@ async def create_chat_completion(request: Request) -> Response:
     sampling = body.sampling(frontend.sampling_defaults, max_model_len, frontend.vocab_size)
     num_bytes = len(await request.body())
     prompt = await frontend.offload(num_bytes, lambda: chat_prompt(text, body, max_model_len))
-    plan = chat_plan(body, frontend.output_formats, prompt_end(text, prompt), text.tokenizer.control_texts)
+    formats = frontend.output_formats
+    end = prompt_end(text, prompt) if formats.reasoning is not None else ""
+    plan = chat_plan(body, formats, end, text.tokenizer.control_texts)
     request_id = body.request_id or request.state.request_id
     answer = ChatAnswer(CHAT_PREFIX + request_id, model, body, text.tokenizer)
     caller = _Caller(request_id, request.state.tenant, call.headers)
