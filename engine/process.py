@@ -28,6 +28,9 @@ from radixserve.engine.progress import shown_progress
 # at a barrier burns the time slice of the thread it waits for; one that sleeps is woken at once. Measured with both
 # cores busy: a decode step's linear layers in 50 ms instead of 180 to 820 ms (benchmarks/notes/cpu_threads.md).
 _OPENMP_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+# oneDNN keeps code for each shape that it has multiplied: for 1,024 of them, half a MiB each, unless told otherwise.
+# These are enough for the batch sizes of a while.
+_ONEDNN_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 _STDOUT_FD = 1
 
@@ -81,8 +84,8 @@ def _say_ready(description: str, url: str | None) -> None:
 
 
 def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltEngine:
-    for name, value in _OPENMP_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)  # read once, when torch loads OpenMP
+    for name, value in {**_OPENMP_ENVIRONMENT, **_ONEDNN_ENVIRONMENT}.items():
+        os.environ.setdefault(name, value)  # read once, when torch loads these libraries
     from radixserve.engine.build import build_engine  # late: it loads torch, which takes seconds
 
     with explained_lack_of_memory(config.model), shown_progress(logging.getLogger("radixserve.engine").info) as show:

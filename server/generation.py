@@ -277,9 +277,11 @@ class Generation:
     async def wait_until_started(self, timeout_s: float) -> None:
         """Until the engine has said something about the request, but no longer than ``timeout_s``."""
         timer = asyncio.get_running_loop().call_later(timeout_s, self.wake)
-        if not self.started:
-            await self.wait()
-        timer.cancel()
+        try:
+            if not self.started:
+                await self.wait()
+        finally:
+            timer.cancel()  # also when the client has left: the timer would keep the whole request until it is due
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -27,6 +27,8 @@ NUM_CLIENTS = 2 * (SEATS + QUEUE)
 # 1,600 tokens of KV for 8 requests of up to 500: retraction is part of the load.
 SERVER_FLAGS = (
     "--load-format=dummy",
+    # In bf16 oneDNN keeps code for each new shape, up to a limit that minutes do not reach: see docs/reliability.md.
+    "--dtype=float32",
     f"--max-num-seqs={SEATS}",
     f"--max-num-queued-reqs={QUEUE}",
     "--num-pages=100",
