@@ -94,7 +94,9 @@ class CacheOptions(OptionGroup):
 class SchedulerOptions(OptionGroup):
     """Scheduler"""
 
-    max_num_seqs: int = Field(256, ge=1, description="Requests that run at the same time")
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="Requests that run at the same time (default: 1024 on a GPU, else 256)"
+    )
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Token budget of a step (default: by device)")
     target_itl_ms: float | None = Field(
         None, gt=0, description="Prompts beside streams get what fits into steps of so long (default: by device)"

@@ -26,6 +26,7 @@ from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
 from radixserve.engine.sizing import (
     choose_dtype,
+    choose_max_num_seqs,
     choose_model_len,
     choose_native_kv_dtype,
     choose_num_pages,
@@ -86,7 +87,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     parts.prepare(runner, progress)
     page_size, order = sizes.page_size, config.radix_eviction_policy
     prefixes = NaivePrefixCache(page_size) if config.disable_radix_cache else RadixPrefixCache(page_size, order)
-    cache = CacheManager(prefixes, num_pages, config.max_num_seqs, sizes.max_pages_per_row)
+    cache = CacheManager(prefixes, num_pages, sizes.max_num_seqs, sizes.max_pages_per_row)
     return BuiltEngine(
         runner=ProfiledRunner(runner, Path(config.profile)) if config.profile else runner,
         cache=cache,
@@ -115,6 +116,7 @@ class _Sizes:
     max_model_len: int
     page_size: int
     step_tokens: int
+    max_num_seqs: int
 
     @property
     def max_pages_per_row(self) -> int:
@@ -142,7 +144,7 @@ class _Parts:
     kernels: _Kernels
 
     def runner(self, num_pages: int) -> ModelRunner:
-        spec, sizes, config = self.spec, self.sizes, self.config
+        spec, sizes = self.spec, self.sizes
         shape = AttentionShape(
             spec.num_heads,
             spec.num_kv_heads,
@@ -171,8 +173,8 @@ class _Parts:
             kv,
             attention,
             self.kernels.ops,
-            Sampler(config.max_num_seqs, spec.vocab_size, sizes.device, select_draw(sizes.device)),
-            max_rows=config.max_num_seqs,
+            Sampler(sizes.max_num_seqs, spec.vocab_size, sizes.device, select_draw(sizes.device)),
+            max_rows=sizes.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
         )
 
@@ -184,12 +186,12 @@ class _Parts:
                 config.attention_backend,
                 shape,
                 self.sizes.device,
-                config.max_num_seqs,
+                self.sizes.max_num_seqs,
                 reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
                 deterministic=config.deterministic,
             )
         native = NativeAttention(shape, ops)
-        return RecordedModel(self.model, ops, native, max(self.sizes.step_tokens, config.max_num_seqs)), native
+        return RecordedModel(self.model, ops, native, max(self.sizes.step_tokens, self.sizes.max_num_seqs)), native
 
     def choose_num_pages(self) -> int:
         spec, sizes, config = self.spec, self.sizes, self.config
@@ -207,7 +209,7 @@ class _Parts:
             page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, sizes.kv_dtype),
             sizes.page_size,
             sizes.max_model_len,
-            config.max_num_seqs * sizes.max_model_len,
+            sizes.max_num_seqs * sizes.max_model_len,
         )
 
     def prepare(self, runner: ModelRunner, progress: Progress) -> None:
@@ -227,7 +229,7 @@ class _Parts:
         """Capture the graphs of all sizes from the ``first`` on, -1 for the largest; returns how many sizes there
         are."""
         batch_sizes, token_counts = (
-            graph_batch_sizes(self.config.max_num_seqs),
+            graph_batch_sizes(self.sizes.max_num_seqs),
             mixed_token_counts(self.sizes.step_tokens),
         )
         decode_inputs = select_decode_inputs(self.sizes.device)
@@ -243,9 +245,7 @@ class _Parts:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         runner = self.runner(num_pages=1)
-        warm_up(
-            runner, self.sizes.step_tokens, self.config.max_num_seqs, self.sizes.max_model_len, self.spec.vocab_size
-        )
+        warm_up(runner, self.sizes.step_tokens, self.sizes.max_num_seqs, self.sizes.max_model_len, self.spec.vocab_size)
         peak = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
@@ -303,4 +303,5 @@ def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: _Kernels, devi
         max_model_len=choose_model_len(config, spec),
         page_size=choose_page_size(config),
         step_tokens=choose_step_tokens(config, device.type),
+        max_num_seqs=choose_max_num_seqs(config, device.type),
     )

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 MAX_UNFINISHED = 8
 
 
-def decode_limit(max_num_seqs: int, step_tokens: int) -> int:
+def decode_limit(num_rows: int, step_tokens: int) -> int:
     """Requests that may run at once, so that a step of ``step_tokens`` holds all decodes and leaves at least a
     quarter of itself to prefill."""
-    return min(max_num_seqs, max(1, step_tokens - step_tokens // 4))
+    return min(num_rows, max(1, step_tokens - step_tokens // 4))
 
 
 def share_budget(unfinished: Sequence[int], budget: int) -> list[int]:

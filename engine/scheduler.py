@@ -83,7 +83,7 @@ class Scheduler:
             cache,
             self._running,
             policy,
-            max_running=min(decode_limit(options.max_num_seqs, limits.step_tokens), len(cache.page_table)),
+            max_running=decode_limit(len(cache.page_table), limits.step_tokens),
             shares_prefixes=shares_prefixes,
         )
         self._arrivals = 0

@@ -13,6 +13,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _PAGE_TOKENS = 16
 # A step must be long enough to be efficient and short enough not to keep decodes waiting.
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+# As many streams as share a step of a GPU well: twice the tokens/s of 256 (benchmarks/RESULTS.md, W4).
+_MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
 # A CPU would compute prompts in small, dear pieces.
 _TARGET_ITL_MS = {"cpu": None, "cuda": 50.0}
 # On the CPU the KV cache shares memory with everything else.
@@ -64,6 +66,11 @@ def choose_page_size(options: CacheOptions) -> int:
 def choose_step_tokens(options: SchedulerOptions, device: str) -> int:
     """Token budget of a step."""
     return options.max_num_batched_tokens or _STEP_TOKENS[device]
+
+
+def choose_max_num_seqs(options: SchedulerOptions, device: str) -> int:
+    """Rows: requests that run at the same time."""
+    return options.max_num_seqs or _MAX_NUM_SEQS[device]
 
 
 def choose_target_itl(options: SchedulerOptions, device: str) -> float | None:

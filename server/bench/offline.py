@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     output_lens = [rng.randint(*options.output_len) for _ in range(options.requests)]
     rules = [SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
     start = time.perf_counter()
-    with radixserve.LLM(**engine_options(rest, max_model_len=4096)) as llm:
+    with radixserve.LLM(**engine_options(rest, max_model_len=4096, max_num_seqs=256)) as llm:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
         ready_s = time.perf_counter() - start
         print(llm.description)

@@ -56,7 +56,7 @@ class _Workload:
 
 def run(arguments: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
-    engine = engine_options(rest, max_model_len=4096)
+    engine = engine_options(rest, max_model_len=4096, max_num_seqs=256)
     workload = _Workload(
         options.prefixes,
         options.requests,

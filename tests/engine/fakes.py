@@ -318,7 +318,7 @@ class Harness:
     ) -> None:
         self.options = options or SchedulerOptions(max_num_seqs=16)
         self.vocab_size = vocab_size
-        num_rows, max_pages = self.options.max_num_seqs, -(-max_model_len // page_size)
+        num_rows, max_pages = self.options.max_num_seqs or 16, -(-max_model_len // page_size)
         prefixes = RadixPrefixCache(page_size) if radix else NaivePrefixCache(page_size)
         self.cache = CacheManager(prefixes, num_pages, num_rows, max_pages)
         self.max_total = min(max_model_len, num_pages * page_size)

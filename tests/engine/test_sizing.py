@@ -10,6 +10,7 @@ from radixserve.engine.model_spec import LayerSpec, ModelSpec
 from radixserve.engine.rope_spec import RopeSpec
 from radixserve.engine.sizing import (
     choose_dtype,
+    choose_max_num_seqs,
     choose_model_len,
     choose_num_pages,
     choose_overlap,
@@ -73,6 +74,11 @@ def test_memory_for_less_than_one_full_request_is_refused_with_what_to_do() -> N
     with pytest.raises(ConfigError, match="--max-model-len.*--num-pages"):
         num_pages(9_999)
     assert num_pages(0, options=CacheOptions(num_pages=3)) == 3
+
+
+def test_a_gpu_runs_more_requests_at_once_unless_told_otherwise() -> None:
+    assert choose_max_num_seqs(SchedulerOptions(), "cuda") > choose_max_num_seqs(SchedulerOptions(), "cpu")
+    assert choose_max_num_seqs(SchedulerOptions(max_num_seqs=3), "cuda") == 3
 
 
 def test_cpu_cache_leaves_most_of_the_memory_alone() -> None:
