@@ -73,7 +73,34 @@ inline float sum(Floats v) {
 #endif
 }
 
-inline Floats from_bf16(Halves h) { return (Floats)(__builtin_convertvector(h, Bits) << 16); }
+// GCC converts vectors of different sizes in halves: hence intrinsics where these matter.
+inline int32_t sum(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; i++) total += v[i];
+  return total;
+#endif
+}
+
+inline Ints rounded(Floats v) { return __builtin_convertvector(v + (v < 0.0f ? spread(-0.5f) : spread(0.5f)), Ints); }
+
+inline Floats from_bf16(Halves h) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#else
+  return (Floats)(__builtin_convertvector(h, Bits) << 16);
+#endif
+}
+
+inline Bytes to_bytes(Ints v) {
+#if defined(__AVX512F__)
+  return (Bytes)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(v, Bytes);
+#endif
+}
 
 inline Halves to_bf16(Floats v) {  // rounds to nearest even; a NaN stays one
 #if defined(__AVX512BF16__)
@@ -159,6 +186,11 @@ inline Ints dot4_wide(Ints acc, Ints w, int32_t a) { return dot4(acc, w, a); }
 #endif
 
 // acc + the products of the two bf16 values in each lane, summed.
+#if defined(__AVX512BF16__)
+constexpr bool kFastDot2 = true;
+#else
+constexpr bool kFastDot2 = false;
+#endif
 inline Floats dot2(Floats acc, Ints w, Ints a) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)a);
@@ -268,27 +300,37 @@ namespace {
 
 // ---- Activations -----------------------------------------------------------------------------------------------------
 
-// The input of a product: as int8 with a scale for each block of 32, or as bf16 for the tile unit.
+// The input of a product: as bf16 for the tile unit, else as integers with a scale for each block of 32. 8 bits of them
+// would be five times as coarse as bf16, which turns the choice of a word now and then; few tokens wait for the weights
+// anyway, so there are two times 8 bits.
+constexpr float kRestSteps = 254.0f;
+
 struct Activations {
   int8_t* q;      // [tokens, cols]
+  int8_t* rest;   // [tokens, cols]: what rounding to q has left, in steps of 1 / kRestSteps
   float* scale;   // [tokens, blocks]
-  float* total;   // [tokens, blocks]: scale * the sum of q
-  int32_t* sums;  // [tokens, blocks]: the sum of q
+  float* total;   // [tokens, blocks]: scale * the sum of q + rest / kRestSteps
+  int32_t* sums;  // [tokens, blocks, 2]: the sums of q and of rest
   uint16_t* wide;  // [tokens, cols] bf16
+  int64_t blocks;
+  bool tiled;  // the tile unit wants everything as [tokens / 16, blocks, 16] instead of [tokens, blocks]
+
+  int64_t at(int64_t token, int64_t block) const {
+    return tiled ? (token / kLanes * blocks + block) * kLanes + token % kLanes : token * blocks + block;
+  }
 };
 
 struct Scratch {
-  Buffer<int8_t> q;
+  Buffer<int8_t> q, rest;
   Buffer<float> scale, total, row;
   Buffer<int32_t> sums;
   Buffer<uint16_t> wide;
   Buffer<int64_t> ends;
 
-  Activations room(size_t tokens, size_t cols, bool as_bf16) {
+  Activations room(size_t tokens, size_t cols, bool tiled) {
     const size_t blocks = cols / kBlock;
-    if (as_bf16) return {nullptr, nullptr, nullptr, nullptr, wide.at_least(tokens * cols)};
-    return {q.at_least(tokens * cols), scale.at_least(tokens * blocks), total.at_least(tokens * blocks),
-            sums.at_least(tokens * blocks), nullptr};
+    return {q.at_least(tokens * cols), rest.at_least(tokens * cols), scale.at_least(tokens * blocks), total.at_least(tokens * blocks),
+            sums.at_least(2 * tokens * blocks), wide.at_least(tokens * cols), (int64_t)blocks, tiled};
   }
 };
 
@@ -303,9 +345,9 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* 
 }
 
 // The largest magnitude is found by comparing bit patterns, where a NaN is the largest of all: a broken row stays so.
-void quantize(const float* x, int64_t cols, int64_t token, const Activations& a) {
-  const int64_t blocks = cols / kBlock;
-  for (int64_t b = 0; b < blocks; b++) {
+void quantize(const float* x, int64_t token, const Activations& a) {
+  for (int64_t b = 0; b < a.blocks; b++) {
+    const int64_t at = a.at(token, b);
     Floats v[2] = {load<Floats>(x + b * kBlock), load<Floats>(x + b * kBlock + kLanes)};
     Ints magnitudes[2] = {(Ints)v[0] & 0x7fffffff, (Ints)v[1] & 0x7fffffff};
     Ints larger = magnitudes[0] > magnitudes[1] ? magnitudes[0] : magnitudes[1];
@@ -318,27 +360,25 @@ void quantize(const float* x, int64_t cols, int64_t token, const Activations& a)
     float peak;
     std::memcpy(&peak, &largest, sizeof peak);
     const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-    Ints sums{};
+    Ints sums{}, rest_sums{};
     for (int half = 0; half < 2; half++) {
-      Floats scaled = v[half] * inverse;
-      Ints q = __builtin_convertvector(scaled + (scaled < 0.0f ? spread(-0.5f) : spread(0.5f)), Ints);
+      const Floats scaled = v[half] * inverse;
+      const Ints q = rounded(scaled), rest = rounded((scaled - __builtin_convertvector(q, Floats)) * kRestSteps);
       sums += q;
-      store(a.q + token * cols + b * kBlock + half * kLanes, __builtin_convertvector(q, Bytes));
+      rest_sums += rest;
+      store(a.q + at * kBlock + half * kLanes, to_bytes(q));
+      store(a.rest + at * kBlock + half * kLanes, to_bytes(rest));
     }
-    int32_t total = 0;
-#if defined(__AVX512F__)
-    total = _mm512_reduce_add_epi32((__m512i)sums);
-#else
-    for (int i = 0; i < kLanes; i++) total += sums[i];
-#endif
-    a.scale[token * blocks + b] = peak / 127.0f;
-    a.total[token * blocks + b] = peak / 127.0f * (float)total;
-    a.sums[token * blocks + b] = total;
+    a.sums[2 * at] = sum(sums);
+    a.sums[2 * at + 1] = sum(rest_sums);
+    a.scale[at] = peak / 127.0f;
+    a.total[at] = peak / 127.0f * ((float)a.sums[2 * at] + (float)a.sums[2 * at + 1] / kRestSteps);
   }
 }
 
-void widen(const float* x, int64_t cols, int64_t token, const Activations& a) {
-  for (int64_t i = 0; i < cols; i += kLanes) store(a.wide + token * cols + i, to_bf16(load<Floats>(x + i)));
+void widen(const float* x, int64_t token, const Activations& a) {
+  for (int64_t i = 0; i < a.blocks * kBlock; i += kLanes)
+    store(a.wide + a.at(token, i / kBlock) * kBlock + i % kBlock, to_bf16(load<Floats>(x + i)));
 }
 
 // ---- Products, few tokens: integer dot products with a panel -----------------------------------------------------------
@@ -348,6 +388,10 @@ constexpr int kMaxTogether = 8;  // tokens that share the unpacked weights: thei
 
 inline void prefetch_block(const uint8_t* w, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(w + 4 * bytes + line);
+}
+
+inline Floats joined(Ints dot, Ints rest) {
+  return __builtin_convertvector(dot, Floats) + __builtin_convertvector(rest, Floats) * (1.0f / kRestSteps);
 }
 
 template <int kTokens>
@@ -364,10 +408,12 @@ void dot_q4(const uint8_t* w, int64_t blocks, const Activations& a, int64_t firs
     const Floats d = from_fp16(w + 256), m = from_fp16(w + 288);
     for (int t = 0; t < kTokens; t++) {
       const int64_t at = (first + t) * blocks + b;
-      const int8_t* x = a.q + at * kBlock;
-      Ints dot[2] = {};
-      for (int j = 0; j < 8; j++) dot[j & 1] = dot4(dot[j & 1], q[j], load<int32_t>(x + 4 * j));
-      acc[t] += __builtin_convertvector(dot[0] + dot[1], Floats) * (d * a.scale[at]) + m * a.total[at];
+      Ints dot{}, rest{};
+      for (int j = 0; j < 8; j++) {
+        dot = dot4(dot, q[j], load<int32_t>(a.q + at * kBlock + 4 * j));
+        rest = dot4(rest, q[j], load<int32_t>(a.rest + at * kBlock + 4 * j));
+      }
+      acc[t] += joined(dot, rest) * (d * a.scale[at]) + m * a.total[at];
     }
   }
   for (int t = 0; t < kTokens; t++) out[t] = acc[t];
@@ -383,10 +429,12 @@ void dot_q8(const uint8_t* w, int64_t blocks, const Activations& a, int64_t firs
     const Floats d = from_fp16(w + 512);
     for (int t = 0; t < kTokens; t++) {
       const int64_t at = (first + t) * blocks + b;
-      const int8_t* x = a.q + at * kBlock;
-      Ints dot[2] = {kBias ? spread(-128 * a.sums[at]) : Ints{}, Ints{}};
-      for (int j = 0; j < 8; j++) dot[j & 1] = dot4_wide(dot[j & 1], q[j], load<int32_t>(x + 4 * j));
-      acc[t] += __builtin_convertvector(dot[0] + dot[1], Floats) * (d * a.scale[at]);
+      Ints dot = spread(kBias ? -128 * a.sums[2 * at] : 0), rest = spread(kBias ? -128 * a.sums[2 * at + 1] : 0);
+      for (int j = 0; j < 8; j++) {
+        dot = dot4_wide(dot, q[j], load<int32_t>(a.q + at * kBlock + 4 * j));
+        rest = dot4_wide(rest, q[j], load<int32_t>(a.rest + at * kBlock + 4 * j));
+      }
+      acc[t] += joined(dot, rest) * (d * a.scale[at]);
     }
   }
   for (int t = 0; t < kTokens; t++) out[t] = acc[t];
@@ -429,10 +477,16 @@ void dot_tokens(int32_t kind, const uint8_t* w, int64_t blocks, const Activation
   if (count) dot_panel<1>(kind, w, blocks, a, first, out);
 }
 
-// ---- Products, many tokens: the tile unit (AMX), weights as bf16 --------------------------------------------------------
+// ---- Products with the tile unit (AMX) ------------------------------------------------------------------------------------
+
+// Whether tiles are faster for a number of tokens, as measured: from where unpacking weights to bf16 is worth it. Tiles of
+// integers were tried too: scaling each block's sums takes them longer than all takes the integer vectors.
+bool choose_tiles(bool has_tiles, int32_t kind, int64_t tokens) {
+  return has_tiles && tokens >= (kind == kBf16 ? 5 : 14);
+}
 
 #if defined(__AMX_BF16__)
-constexpr int64_t kTilesFrom = 24;  // tokens; below, unpacking the weights to bf16 costs more than it saves
+#define HAS_TILES
 
 bool tiles_usable() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl: the kernel must be asked once a process
@@ -441,10 +495,10 @@ bool tiles_usable() {
 
 void configure_tiles() {  // all eight: 16 rows of 64 bytes
   struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes_per_row[16];
+    uint8_t rows[16];
+  } config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
   _tile_loadconfig(&config);
 }
 
@@ -476,20 +530,20 @@ void unpack(int32_t kind, const uint8_t* w, int64_t blocks, uint8_t* out) {
 // Products of two unpacked panels with 32 (or, if not both, 16) tokens -> out [2 panels][32 tokens][16].
 void multiply_tiles(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both,
                     float* out) {
-  const int64_t stride = cols * 2;
+  constexpr int64_t kTile = kLanes * kBlock;
   const uint16_t* x1 = x + 16 * cols;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t b = 0; b < blocks; b++) {
-    _tile_loadd(4, x + b * kBlock, stride);
+    _tile_loadd(4, x + b * kTile, 64);
     _tile_loadd(6, w0 + b * 1024, 64);
     _tile_loadd(7, w1 + b * 1024, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (!both) continue;
-    _tile_loadd(5, x1 + b * kBlock, stride);
+    _tile_loadd(5, x1 + b * kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
@@ -538,7 +592,7 @@ struct Linear {
     for (int64_t i = 0; i < left; i++) place[i] = op.epilogue == kAdd ? place[i] + product[i] : product[i];
   }
 
-  void few_tokens(int64_t p, const Activations& a, int64_t tokens) const {
+  void by_vectors(int64_t p, const Activations& a, int64_t tokens) const {
     Floats products[kMaxTogether], partners[kMaxTogether] = {};
     for (int64_t first = 0; first < tokens; first += kMaxTogether) {
       const int count = (int)std::min<int64_t>(kMaxTogether, tokens - first);
@@ -548,9 +602,9 @@ struct Linear {
     }
   }
 
-#if defined(__AMX_BF16__)
+#if defined(HAS_TILES)
   // Two panels at a time: p and its partner, or, in plain products, p and p + 1 if that exists.
-  void many_tokens(int64_t p, const Activations& a, int64_t tokens, uint8_t* unpacked) const {
+  void by_tiles(int64_t p, const Activations& a, int64_t tokens, uint8_t* unpacked) const {
     const bool has_second = gated || p + 1 < out_panels;
     const int64_t bytes = blocks * kBlockBytes[kBf16];
     const int64_t indices[2] = {p, gated ? p + out_panels : p + 1};
@@ -627,12 +681,37 @@ void rope_store(const Op& op, const Step& step, int64_t token, float* head) {
 
 // ---- Attention -----------------------------------------------------------------------------------------------------------
 
+// Where a sequence's keys and values of one head lie, token after token: walks its pages without dividing.
+class Places {
+ public:
+  Places(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t token)
+      : page_(step.page_table + step.rows[sequence] * step.table_stride + token / op.page_size),
+        offset_(token % op.page_size), page_size_(op.page_size), stride_((int64_t)op.kv_heads * op.head_dim),
+        head_(kv_head * op.head_dim) {}
+
+  int64_t next() {
+    const int64_t place = (*page_ * page_size_ + offset_) * stride_ + head_;
+    if (++offset_ == page_size_) {
+      offset_ = 0;
+      page_++;
+    }
+    return place;
+  }
+
+ private:
+  const int32_t* page_;
+  int64_t offset_;
+  const int64_t page_size_, stride_, head_;
+};
+
 struct Bf16Cache {
   typedef uint16_t Value;
+  static constexpr bool kIsBf16 = true;
   static Floats get(const uint16_t* p) { return from_bf16(load<Halves>(p)); }
 };
 struct Fp32Cache {
   typedef float Value;
+  static constexpr bool kIsBf16 = false;
   static Floats get(const float* p) { return load<Floats>(p); }
 };
 
@@ -664,37 +743,43 @@ template <class Cache>
 class Query {
  public:
   Query(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t kv_len, float* scores)
-      : op_(op), pages_(step.page_table + step.rows[sequence] * step.table_stride), kv_head_(kv_head),
-        first_seen_(std::max<int64_t>(0, kv_len - op.window)), seen_(kv_len - first_seen_),
+      : op_(op), first_seen_(std::max<int64_t>(0, kv_len - op.window)), seen_(kv_len - first_seen_),
+        start_(op, step, sequence, kv_head, first_seen_),
         padded_((seen_ + kLanes - 1) / kLanes * kLanes), group_(op.q_heads / op.kv_heads), dim_(op.head_dim),
         scores_(scores) {}
 
   void attend(const float* q, float* out) {
-    for (int64_t first = 0; first < seen_; first += kLanes) score(q, first);
+    Places keys = start_, values = start_;
+    for (int64_t first = 0; first < seen_; first += kLanes) score(q, first, keys);
     for (int64_t g = 0; g < group_; g++) softmax(scores_ + g * padded_);
     std::memset(out, 0, group_ * dim_ * sizeof(float));
-    for (int64_t first = 0; first < seen_; first += kLanes) add_values(first, out);
+    for (int64_t first = 0; first < seen_; first += kLanes) add_values(first, values, out);
   }
 
  private:
   typedef typename Cache::Value Value;
 
   // Where 16 tokens' keys and values lie; those after the last repeat it, with weight 0.
-  void locate(int64_t first) {
-    for (int64_t i = 0; i < kLanes; i++) {
-      const int64_t token = first_seen_ + std::min(first + i, seen_ - 1);
-      const int64_t slot = (int64_t)pages_[token / op_.page_size] * op_.page_size + token % op_.page_size;
-      places_[i] = (slot * op_.kv_heads + kv_head_) * dim_;
-    }
+  void locate(int64_t first, Places& places) {
+    for (int64_t i = 0; i < kLanes; i++) places_[i] = first + i < seen_ ? places.next() : places_[i - 1];
   }
 
-  void score(const float* q, int64_t first) {
-    locate(first);
+  void score(const float* q, int64_t first, Places& keys) {
+    locate(first, keys);
     for (int64_t g = 0; g < group_; g++) {
       Floats acc[kLanes] = {};
-      for (int64_t i = 0; i < dim_; i += kLanes) {
-        const Floats part = load<Floats>(q + g * dim_ + i);
-        for (int t = 0; t < kLanes; t++) acc[t] += part * Cache::get((const Value*)op_.k_cache + places_[t] + i);
+      if (Cache::kIsBf16 && kFastDot2 && dim_ % (2 * kLanes) == 0) {
+        for (int64_t i = 0; i < dim_; i += 2 * kLanes) {
+          Halves part[2];
+          for (int half = 0; half < 2; half++) part[half] = to_bf16(load<Floats>(q + g * dim_ + i + half * kLanes));
+          for (int t = 0; t < kLanes; t++)
+            acc[t] = dot2(acc[t], load<Ints>((const Value*)op_.k_cache + places_[t] + i), load<Ints>(part));
+        }
+      } else {
+        for (int64_t i = 0; i < dim_; i += kLanes) {
+          const Floats part = load<Floats>(q + g * dim_ + i);
+          for (int t = 0; t < kLanes; t++) acc[t] += part * Cache::get((const Value*)op_.k_cache + places_[t] + i);
+        }
       }
       Floats scores = sums_of(acc) * op_.score_scale;
       if (op_.softcap != 0) scores = op_.softcap * (1.0f - 2.0f / (exp(scores * (2.0f / op_.softcap)) + 1.0f));
@@ -723,28 +808,31 @@ class Query {
     for (int64_t t = 0; t < padded_; t += kLanes) store(row + t, load<Floats>(row + t) * share);
   }
 
-  void add_values(int64_t first, float* out) {
-    locate(first);
+  void add_values(int64_t first, Places& values, float* out) {
+    locate(first, values);
+    int64_t g = 0;
+    for (; g + 4 <= group_; g += 4) add_heads<4>(g, first, out);
+    for (; g + 3 <= group_; g += 3) add_heads<3>(g, first, out);
+    for (; g < group_; g++) add_heads<1>(g, first, out);
+  }
+
+  template <int kHeads>
+  void add_heads(int64_t g, int64_t first, float* out) const {
     for (int64_t i = 0; i < dim_; i += kLanes) {
-      for (int64_t g = 0; g < group_; g += kHeadsTogether) {
-        const int64_t heads = std::min<int64_t>(kHeadsTogether, group_ - g);
-        Floats acc[kHeadsTogether] = {};
-        for (int t = 0; t < kLanes; t++) {
-          const Floats value = Cache::get((const Value*)op_.v_cache + places_[t] + i);
-          for (int64_t h = 0; h < heads; h++) acc[h] += value * scores_[(g + h) * padded_ + first + t];
-        }
-        for (int64_t h = 0; h < heads; h++) {
-          float* place = out + (g + h) * dim_ + i;
-          store(place, load<Floats>(place) + acc[h]);
-        }
+      Floats acc[kHeads];
+      for (int h = 0; h < kHeads; h++) acc[h] = load<Floats>(out + (g + h) * dim_ + i);
+      for (int t = 0; t < kLanes; t++) {
+        const Floats value = Cache::get((const Value*)op_.v_cache + places_[t] + i);
+        for (int h = 0; h < kHeads; h++) acc[h] += value * scores_[(g + h) * padded_ + first + t];
       }
+      for (int h = 0; h < kHeads; h++) store(out + (g + h) * dim_ + i, acc[h]);
     }
   }
 
-  static constexpr int64_t kHeadsTogether = 4;
   const Op& op_;
-  const int32_t* pages_;
-  const int64_t kv_head_, first_seen_, seen_, padded_, group_, dim_;
+  const int64_t first_seen_, seen_;
+  const Places start_;
+  const int64_t padded_, group_, dim_;
   float* scores_;
   int64_t places_[kLanes];
 };
@@ -760,7 +848,7 @@ class QueryBlock {
   static size_t room(const Op& op) { return op.head_dim * (2 * kKeys + 2 * kRows); }
 
   QueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
-      : op_(op), pages_(step.page_table + step.rows[sequence] * step.table_stride), kv_head_(kv_head), first_(first),
+      : op_(op), step_(step), sequence_(sequence), kv_head_(kv_head), first_(first),
         group_(op.q_heads / op.kv_heads), rows_(count * group_), dim_(op.head_dim),
         position_(step.kv_lens[sequence] - (step.query_starts[sequence + 1] - first)), last_(position_ + count - 1),
         keys_(room), values_(keys_ + kKeys * dim_), queries_(values_ + kKeys * dim_), out_(queries_ + kRows * dim_) {}
@@ -768,8 +856,10 @@ class QueryBlock {
   void attend() {
     const int64_t vectors = (rows_ + kLanes - 1) / kLanes;
     for (int64_t v = 0; v < vectors; v++) start(v);
-    for (int64_t key = std::max<int64_t>(0, position_ - op_.window + 1) / kKeys * kKeys; key <= last_; key += kKeys) {
-      fetch(key);
+    const int64_t first_key = std::max<int64_t>(0, position_ - op_.window + 1);
+    Places places(op_, step_, sequence_, kv_head_, first_key);
+    for (int64_t key = first_key; key <= last_; key += kKeys) {
+      fetch(key, places);
       for (int64_t v = 0; v < vectors; v++) add_block(v, key);
     }
     for (int64_t row = 0; row < rows_; row++) {
@@ -800,11 +890,10 @@ class QueryBlock {
   }
 
   // Keys and values in fp32; those after the last one repeat it, and are masked.
-  void fetch(int64_t first) {
+  void fetch(int64_t first, Places& places) {
+    int64_t at = 0;
     for (int64_t k = 0; k < kKeys; k++) {
-      const int64_t token = std::min(first + k, last_);
-      const int64_t slot = (int64_t)pages_[token / op_.page_size] * op_.page_size + token % op_.page_size;
-      const int64_t at = (slot * op_.kv_heads + kv_head_) * dim_;
+      if (first + k <= last_) at = places.next();
       for (int64_t d = 0; d < dim_; d += kLanes) {
         store(keys_ + k * dim_ + d, Cache::get((const Value*)op_.k_cache + at + d));
         store(values_ + k * dim_ + d, Cache::get((const Value*)op_.v_cache + at + d));
@@ -858,8 +947,8 @@ class QueryBlock {
   }
 
   const Op& op_;
-  const int32_t* pages_;
-  const int64_t kv_head_, first_, group_, rows_, dim_;
+  const Step& step_;
+  const int64_t sequence_, kv_head_, first_, group_, rows_, dim_;
   const int64_t position_, last_;  // of the first and the last query
   float *keys_, *values_;          // [kKeys][dim]
   float *queries_, *out_;          // [kVectors][dim][16]
@@ -873,9 +962,9 @@ class QueryBlock {
 class Walker {
  public:
   Walker(const Step& step, int thread, int threads, Barrier& barrier, std::atomic<int64_t>* claims, Scratch& shared,
-         Scratch& own, bool tiles)
+         Scratch& own, bool has_tiles)
       : step_(step), thread_(thread), threads_(threads), barrier_(barrier), claims_(claims), shared_(shared), own_(own),
-        tiles_(tiles) {}
+        has_tiles_(has_tiles) {}
 
   void run(const Op& op, std::atomic<int64_t>& claimed) {
     switch (op.kind) {
@@ -918,7 +1007,7 @@ class Walker {
       rms_norm(x, op.norm, op.eps, op.cols, normed);
       x = normed;
     }
-    as_bf16 ? widen(x, op.cols, token, a) : quantize(x, op.cols, token, a);
+    as_bf16 ? widen(x, token, a) : quantize(x, token, a);
   }
 
   void linear(const Op& op, std::atomic<int64_t>& claimed);
@@ -933,38 +1022,37 @@ class Walker {
   std::atomic<int64_t>* claims_;
   Scratch& shared_;
   Scratch& own_;
-  const bool tiles_;
+  const bool has_tiles_;
 };
+
+// Tiles are read whole, bf16 ones two at a time: there is room for as many rows as that takes.
+int64_t padded_tokens(int64_t tokens) { return (tokens + 31) / 32 * 32; }
 
 void Walker::linear(const Op& op, std::atomic<int64_t>& claimed) {
   const Linear layer(op);
   const int64_t tokens = step_.tokens;
-  bool by_tiles = false;
-#if defined(__AMX_BF16__)
-  by_tiles = tiles_ && tokens >= kTilesFrom;
-#endif
+  const bool by_tiles = choose_tiles(has_tiles_, op.weight_kind, tokens);
   const bool as_bf16 = by_tiles || op.weight_kind == kBf16;
   Activations a;
   if (tokens == 1) {  // each thread for itself: cheaper than to wait for another
-    a = own_.room(1, op.cols, as_bf16);
+    a = own_.room(1, op.cols, false);
     prepare(op, 0, as_bf16, a);
   } else {
-    // Tiles are read whole: there is room for as many rows as that takes.
-    a = shared_.room((tokens + 31) / 32 * 32, op.cols, as_bf16);
+    a = shared_.room(padded_tokens(tokens), op.cols, by_tiles);
     for (int64_t t = thread_; t < tokens; t += threads_) prepare(op, t, as_bf16, a);
     barrier_.wait();
   }
-#if defined(__AMX_BF16__)
+#if defined(HAS_TILES)
   if (by_tiles) {
     uint8_t* unpacked = (uint8_t*)own_.q.at_least(2 * layer.blocks * kBlockBytes[kBf16]);
     const int64_t step = layer.gated ? 1 : 2;
     claim(claimed, (layer.out_panels + step - 1) / step, 1,
-          [&](int64_t i) { layer.many_tokens(i * step, a, tokens, unpacked); });
+          [&](int64_t i) { layer.by_tiles(i * step, a, tokens, unpacked); });
     return;
   }
 #endif
   const int64_t at_once = std::max<int64_t>(1, layer.out_panels / (8 * threads_));
-  claim(claimed, layer.out_panels, at_once, [&](int64_t p) { layer.few_tokens(p, a, tokens); });
+  claim(claimed, layer.out_panels, at_once, [&](int64_t p) { layer.by_vectors(p, a, tokens); });
 }
 
 void Walker::attend_all(const Op& op, std::atomic<int64_t>& claimed) {
@@ -1039,7 +1127,7 @@ void* engine_new(int threads) {
   auto engine = new Engine;
   engine->threads = threads;
   engine->own.resize(threads);
-#if defined(__AMX_BF16__)
+#if defined(HAS_TILES)
   engine->tiles = tiles_usable();
 #endif
   return engine;
@@ -1055,15 +1143,13 @@ void run(void* handle, const Op* ops, int64_t count, const Step* step) {
   // Shared rooms grow before threads hold pointers into them.
   for (int64_t i = 0; i < count; i++) {
     if (ops[i].kind != kLinear) continue;
-    const int64_t tokens = (step->tokens + 31) / 32 * 32;
-    engine.shared.room(tokens, ops[i].cols, true);
-    engine.shared.room(tokens, ops[i].cols, false);
+    engine.shared.room(padded_tokens(step->tokens), ops[i].cols, true);
   }
   Barrier barrier(engine.threads);
 #pragma omp parallel num_threads(engine.threads)
   {
     const int thread = omp_get_thread_num();
-#if defined(__AMX_BF16__)
+#if defined(HAS_TILES)
     if (engine.tiles) configure_tiles();
 #endif
     Walker walker(*step, thread, engine.threads, barrier, engine.claims.data(), engine.shared, engine.own[thread],
@@ -1072,7 +1158,7 @@ void run(void* handle, const Op* ops, int64_t count, const Step* step) {
       walker.run(ops[i], engine.claims[i]);
       barrier.wait();
     }
-#if defined(__AMX_BF16__)
+#if defined(HAS_TILES)
     if (engine.tiles) _tile_release();
 #endif
   }

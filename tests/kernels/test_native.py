@@ -76,7 +76,7 @@ def test_gguf_k_blocks_lose_next_to_nothing(ops: NativeOps) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 41])
 @pytest.mark.parametrize("kind", list(WeightKind))
 def test_products_with_norm_bias_gate_and_residual(ops: NativeOps, kind: WeightKind, num_tokens: int) -> None:
-    """Activations are rounded to 8 bits or bf16, which leaves a hundredth."""
+    """Many tokens are rounded to bf16."""
     stream, norm, bias = randn(num_tokens, 96), randn(96) + 1, randn(48)
     wide, back = packed(kind, randn(48, 96)), packed(kind, randn(96, 64))
     gates, inner = packed(kind, randn(128, 96) / 10), randn(num_tokens, 64)

@@ -1,0 +1,129 @@
+"""radixserve beside another OpenAI-compatible server on a CPU, in turn, so that what else the machine does hits both.
+
+    python benchmarks/cpu_servers.py --peer "llama-server -m MODEL.gguf --port {port} -np 32 -c 32768"
+
+Each round starts one server, loads it with each number of clients through ``radixserve bench serve``, ends it, and does
+the same with the other. ``{port}`` and ``{model}`` (the default model's file) in the peer's command are filled in.
+Prints medians and the ratios of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.model_files import resolve_model
+
+START_SECONDS = 180
+# name: clients, requests, words of a prompt, tokens of an answer
+LOADS = {
+    "1 client": ("1", "4", "64:64", "64:64"),
+    "8 clients": ("8", "16", "64:64", "64:64"),
+    "32 clients": ("32", "32", "64:64", "64:64"),
+    "prompts of 512 words": ("1", "4", "512:512", "1:1"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", required=True, help="command of the other server")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
+    options = parser.parse_args()
+    model = resolve_model(ServeConfig().model).gguf
+    commands = {"radixserve": f"{sys.executable} -m radixserve.server.cli serve --port {{port}}", "peer": options.peer}
+    rounds: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        found = {name: measure(command, str(model), number) for name, command in commands.items()}
+        rounds.append(found)
+        print(f"round {number + 1}: " + ", ".join(f"{load} {ratio(found, load):.2f}" for load in LOADS), flush=True)
+        if options.output:
+            options.output.write_text(json.dumps({"loads": LOADS, "peer": options.peer, "rounds": rounds}, indent=1))
+    report(rounds)
+
+
+def measure(command: str, model: str, seed: int) -> dict[str, Any]:
+    """Results of all loads, by name."""
+    with tempfile.TemporaryDirectory() as folder, server(command, model) as url:
+        results = {}
+        for name, (clients, requests, words, tokens) in LOADS.items():
+            output = Path(folder) / "report.json"
+            bench = [
+                sys.executable,
+                "-m",
+                "radixserve.server.cli",
+                "bench",
+                "serve",
+                "--url",
+                url,
+                "--json",
+                str(output),
+            ]
+            load = ["--clients", clients, "--requests", requests, "--prompt-words", words, "--max-tokens", tokens]
+            subprocess.run([*bench, *load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL)
+            results[name] = json.loads(output.read_text())
+    return results
+
+
+@contextmanager
+def server(command: str, model: str) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [word.format(port=port, model=model) for word in shlex.split(command)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}/health", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit(f"no server at {url}")
+
+
+def rate(results: dict[str, Any], load: str) -> float:
+    """Tokens a second: generated ones, or, where answers are one token, of the prompts."""
+    (summary,) = results[load]["loads"].values()
+    return float(summary["prompt_tokens_per_s" if load.startswith("prompts") else "output_tokens_per_s"])
+
+
+def ratio(found: dict[str, Any], load: str) -> float:
+    return rate(found["radixserve"], load) / rate(found["peer"], load)
+
+
+def report(rounds: list[dict[str, Any]]) -> None:
+    print("\n| load | radixserve, tok/s | peer, tok/s | ratio: median (lowest, highest) |\n|---|---|---|---|")
+    for load in LOADS:
+        ours, peers = (
+            statistics.median(rate(found[name], load) for found in rounds) for name in ("radixserve", "peer")
+        )
+        ratios = sorted(ratio(found, load) for found in rounds)
+        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}, {ratios[-1]:.2f})"
+        print(f"| {load} | {ours:.0f} | {peers:.0f} | {spread} |")
+
+
+if __name__ == "__main__":
+    main()
