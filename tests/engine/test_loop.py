@@ -284,7 +284,8 @@ def test_a_request_waits_for_its_grammar_and_nobody_for_the_request(tmp_path: Pa
 
 def test_requests_that_wait_for_a_grammar_can_be_aborted(tmp_path: Path) -> None:
     with running(tmp_path) as engine, connected(engine) as client, connected(engine) as other:
-        client.send(submit(1, [1, 2], limited("slow 5")), submit(2, [1, 2], limited("slow 5"), "x"))
+        client.send(submit(1, [1, 2], limited("slow 5")), submit(2, [1, 2], limited("slow 5"), "x"), Ping())
+        client.wait_for(lambda message: isinstance(message, EngineStatus) and message.stats.waiting == 2)
         client.send(Abort(1))
         other.send(AbortRequest("x"))
         for events in client.ends({1, 2}).values():
