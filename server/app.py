@@ -23,17 +23,21 @@ from radixserve.server.middleware import Gate, RequestIds
 from radixserve.server.openapi import describe
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.completions import CompletionRequest
-from radixserve.server.routes import generate, metrics, models, operation, text
+from radixserve.server.protocol.responses import ResponsesRequest
+from radixserve.server.routes import generate, metrics, models, operation, responses, text
 from radixserve.server.routes.common import IGNORED_HEADER
 
 _BODIES = (
     ChatRequest,
     CompletionRequest,
+    ResponsesRequest,
     text.TokenizeRequest,
     text.DetokenizeRequest,
     text.RenderRequest,
     operation.AbortBody,
 )
+_PARTS = (generate, responses, text, models, operation, metrics)
+_STREAMING_PATHS = (generate.CHAT_PATH, generate.COMPLETION_PATH, responses.RESPONSES_PATH)
 
 
 def load_text(config: ServeConfig) -> TextModel:
@@ -63,7 +67,7 @@ def build_app(
     app = FastAPI(title="radixserve", version=version("radixserve"), lifespan=lifespan, exception_handlers=HANDLERS)
     app.state.frontend = frontend
     # First of all routes, in this order, and not included as routers, which are asked twice for each request.
-    app.router.routes[:0] = [r for part in (generate, text, models, operation, metrics) for r in part.router.routes]
+    app.router.routes[:0] = [r for part in _PARTS for r in part.router.routes]
     # The last one added is the outermost.
     app.add_middleware(Gate, keys=read_api_keys(config), max_body_bytes=config.max_body_bytes)
     if config.cors_allow_origins:
@@ -81,5 +85,5 @@ def build_app(
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
-        app.openapi_schema = describe(app, _BODIES, generate.STREAMING_PATHS)
+        app.openapi_schema = describe(app, _BODIES, _STREAMING_PATHS)
     return app.openapi_schema

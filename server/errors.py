@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -80,6 +82,22 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
     what = "is required" if fault["type"] == "missing" else fault["msg"]
     what = what.removeprefix("Value error, ").removeprefix("Input ")
     return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+
+
+@contextmanager
+def blaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors in here name fields as the client knows them. ``names``: its name for ours, the longest paths first."""
+    try:
+        yield
+    except (InvalidRequest, RequestFailed) as error:
+        param = error.param or ""
+        for ours, theirs in names.items():
+            if param == ours or param.startswith((ours + ".", ours + "[")):
+                error.param = theirs + param.removeprefix(ours)
+                if error.message.startswith(ours):
+                    error.message = theirs + error.message.removeprefix(ours)
+                break
+        raise
 
 
 async def on_api_error(_: Request, error: Exception) -> Response:

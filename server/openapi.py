@@ -33,7 +33,9 @@ _FAULT = {
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
 }
 # Without a type: readers of this document see a string, or the events in it.
-_EVENT_STREAM = {"text/event-stream": {"schema": {"description": "Events, each with a chunk as JSON; then [DONE]"}}}
+_EVENT_STREAM = {
+    "text/event-stream": {"schema": {"description": "Events, each with JSON; then, of completions, [DONE]"}}
+}
 
 
 def describe(app: FastAPI, bodies: Iterable[type[RequestModel]], streaming_paths: Iterable[str]) -> dict[str, Any]:

@@ -9,13 +9,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixserve.server.connection import ChunkWriter, chunk_writer
-from radixserve.server.errors import error_event
 from radixserve.server.generation import Choice, Generation
-from radixserve.server.protocol.answer import Answer
+from radixserve.server.protocol.frames import Frames
 
-# A stream that was silent for one to two of these gets a comment, so that no proxy takes it for dead.
+# A stream that was silent for one to two of these gets a sign of life, so that no proxy takes it for dead.
 QUIET_S = 8.0
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventStream(Response):
@@ -28,7 +26,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, answer: Answer, interval: int, headers: Mapping[str, str]):
+    def __init__(self, generation: Generation, answer: Frames, interval: int, headers: Mapping[str, str]):
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
@@ -45,7 +43,7 @@ class EventStream(Response):
             self._chunks = chunk_writer(scope)
             generation.on_news = self._write_at_once
             while not generation.done:
-                body = self._news() or (KEEP_ALIVE if quiet.take() else b"")
+                body = self._news() or (self._answer.keep_alive if quiet.take() else b"")
                 if body:
                     self._num_writes += 1
                     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -93,7 +91,7 @@ class EventStream(Response):
 
     def _last(self) -> bytes:
         error = self._generation.error
-        return self._answer.tail(self._generation.choices) if error is None else error_event(error)
+        return self._answer.tail(self._generation.choices) if error is None else self._answer.failure(error)
 
 
 class _Quiet:

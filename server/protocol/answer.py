@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from radixserve.server.errors import ApiError, error_event
 from radixserve.server.generation import Choice, LogprobToken
 from radixserve.server.output.deltas import Content, Delta, Reasoning
+from radixserve.server.protocol.frames import Frames
 from radixserve.server.protocol.generation import GenerationRequest
 from radixserve.server.protocol.logprobs import Vocabulary, prompt_logprobs
 
@@ -22,8 +24,8 @@ _encode = msgspec.json.Encoder().encode
 _MARK = "\x01text\x01"
 
 
-class Answer(ABC):
-    """Writes the choices of one request as one JSON object or as the frames of an event stream.
+class Answer(Frames):
+    """As chat completions and completions have it.
 
     A plain frame is a template of the request with the JSON-escaped text put in, nothing else is encoded per token.
     """
@@ -88,7 +90,6 @@ class Answer(ABC):
         return b"" if opening is None else self._frame(opening, choice, self.answer_fields(choice))
 
     def text_frames(self, choice: Choice) -> bytes:
-        """The text (and what belongs to it) that came since the last call; nothing if none came."""
         if choice.is_parsed:
             return self._delta_frames(choice)
         text = choice.take_text()
@@ -127,10 +128,12 @@ class Answer(ABC):
         return self._frame(self.ending(choice), choice, {})
 
     def tail(self, choices: Sequence[Choice]) -> bytes:
-        """What ends a stream in which every choice has ended."""
         if not self._wants_usage:
             return DONE
         return _event(self._envelope(self.chunk_object, []) | {"usage": usage(choices)}) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error)
 
     def _plain_frame(self, index: int, kind: type[Content | Reasoning], text: str) -> bytes:
         template = self._templates.get((index, kind))

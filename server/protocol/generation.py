@@ -1,4 +1,4 @@
-"""The fields that chat completions and completions share, and the sampling parameters they make."""
+"""The fields that all generating routes share, those of both kinds of completions, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -27,17 +27,13 @@ def _ranged(name: str, default: float | None) -> Any:
     return Field(default, json_schema_extra={"minimum": low, "maximum": high})
 
 
-class GenerationRequest(RequestModel):
-    """Ranges of sampling parameters are checked by ``SamplingParams``, for every way into the engine alike."""
+class SamplingFields(RequestModel):
+    """What every API that generates has, some of it as an extension. Ranges are checked by ``SamplingParams``, for
+    every way into the engine alike."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: Int64 | None = None
-    max_tokens: int | None = Field(
-        None, json_schema_extra={"minimum": 0}, description="At least 1. Default: the room left in the context"
-    )
     min_tokens: Int64 = 0
     temperature: float | None = _ranged("temperature", None)
     top_p: float | None = _ranged("top_p", None)
@@ -47,16 +43,29 @@ class GenerationRequest(RequestModel):
     presence_penalty: float = _ranged("presence_penalty", 0.0)
     repetition_penalty: float | None = None
     logit_bias: LogitBias = {}
-    stop: Stop = []
     stop_token_ids: list[Int64] = []
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    return_token_ids: bool = False
     cache_salt: str = Field("", max_length=1024, description="Requests with different salts share no cached prefix")
     priority: Int64 = Field(0, description="Lower runs earlier (--schedule-policy priority)")
     request_id: RequestId | None = None
+
+    @property
+    def given_sampling_fields(self) -> dict[str, Any]:
+        given = self.model_fields_set & SamplingFields.model_fields.keys()
+        return {name: getattr(self, name) for name in given}
+
+
+class GenerationRequest(SamplingFields):
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(
+        None, json_schema_extra={"minimum": 0}, description="At least 1. Default: the room left in the context"
+    )
+    stop: Stop = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool = False
 
     user: Harmless = None
     metadata: Harmless = None

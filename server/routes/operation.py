@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import version as package_version
 
 import msgspec
@@ -11,11 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.engine.errors import InvalidRequest
+from radixserve.server.protocol import responses_answer
 from radixserve.server.protocol.fields import RequestModel
 from radixserve.server.routes.common import frontend_of, json_response, parsed, takes
 from radixserve.server.routes.generate import CHAT_PREFIX, COMPLETION_PREFIX
 
 router = APIRouter(tags=["operation"])
+
+# Before the request id, in the ids of answers.
+_ID_PREFIX = re.compile(f"^({CHAT_PREFIX}|{COMPLETION_PREFIX}|{responses_answer.PREFIX})")
 
 
 class AbortBody(RequestModel):
@@ -68,7 +73,7 @@ async def abort_request(request: Request) -> Response:
     given = body.request_id or body.rid
     if not given and not body.abort_all:
         raise InvalidRequest("request_id (or abort_all: true) is required", param="request_id")
-    request_id = "" if body.abort_all else given.removeprefix(CHAT_PREFIX).removeprefix(COMPLETION_PREFIX)
+    request_id = "" if body.abort_all else _ID_PREFIX.sub("", given, count=1)
     frontend_of(request).client.abort_by_id(request_id)
     return json_response({"status": "ok"})
 

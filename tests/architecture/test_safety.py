@@ -5,7 +5,12 @@ from radixserve.tests.architecture.source_tree import modules
 # Names that execute what they read. (``exec`` of a process, as in os.execvp, is another word.)
 EXECUTES = {"eval", "exec", "pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "yaml"}
 # Who tells the date: timestamps in answers, and the templates' strftime_now. All else counts seconds monotonically.
-TELLS_THE_DATE = {"server.frontend", "server.protocol.answer", "engine.text.chat_template"}
+TELLS_THE_DATE = {
+    "server.frontend",
+    "server.protocol.answer",
+    "server.protocol.responses_answer",
+    "engine.text.chat_template",
+}
 
 
 def test_nothing_that_is_read_is_executed() -> None:

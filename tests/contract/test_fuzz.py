@@ -18,6 +18,7 @@ from radixserve.tests.server.service import COMPLETIONS, Service, running_servic
 WITH_BODY = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/tokenize",
     "/detokenize",
     "/v1/chat/completions/render",

@@ -1,0 +1,35 @@
+"""The clients of other APIs for chats, against the real server: an agent each, that calls two tools and ends."""
+
+from typing import Any
+
+import openai
+
+from radixserve.tests.contract.api import Api
+
+RESULTS = {"find_city": "Oslo is in Norway.", "add": "3"}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "find_city": {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]},
+    "add": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
+}
+QUESTION = "Tell me about the weather in Oslo."
+
+
+def test_an_agent_on_responses_calls_two_tools_and_ends(api: Api) -> None:
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    left = dict(SCHEMAS)
+    fields: Any = {"model": "smollm2-135m-instruct", "temperature": 0, "max_output_tokens": 40}
+    with openai.OpenAI(base_url=f"{api.server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        while left:
+            tools: list[Any] = [{"type": "function", "name": name, "parameters": left[name]} for name in left]
+            required: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+            with client.responses.stream(input=history, **required, **fields) as stream:
+                output = stream.get_final_response().output
+            (call,) = (item for item in output if item.type == "function_call")
+            del left[call.name]
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULTS[call.name]}
+            history += [*output, result]
+        said = client.responses.create(input=history, **fields)
+        history += [*said.output, {"role": "user", "content": "Go on."}]
+        last = client.responses.create(input=history, **fields)
+    assert said.output_text and said.usage is not None and last.usage is not None
+    assert last.usage.input_tokens_details.cached_tokens >= said.usage.input_tokens - 1
