@@ -123,6 +123,9 @@ class ServerOptions(OptionGroup):
         None, ge=1, description="Frontend processes behind the port (default: one, or up to four beside a GPU)"
     )
     api_key: tuple[Secret, ...] = Field((), description="Keys that clients must send as a bearer token")
+    admin_api_key: tuple[Secret, ...] = Field(
+        (), description="Keys for all routes; with one, /flush_cache, /abort_request and /server_info take no other"
+    )
     api_key_file: str | None = Field(
         None, description="File of more keys, a line each: KEY, or KEY NAME, or KEY NAME WEIGHT"
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from radixserve.configs.schema import ServerOptions
-from radixserve.engine.errors import ConfigError
+from radixserve.engine.errors import ConfigError, InvalidRequest
 
 # Probes have no key. (A browser's preflight has none either: OPTIONS is open everywhere.)
 OPEN_PATHS = frozenset({"/health", "/metrics"})
+# What concerns other people's requests: for the operator alone, where one has a key.
+OPERATOR_PATHS = frozenset({"/abort_request", "/flush_cache", "/server_info"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +32,30 @@ class ApiKeys:
     """Finds the tenant of a bearer token; without keys everyone is admitted. Holds the keys' digests only, so that
     they have one length, and stand in no traceback."""
 
-    def __init__(self, tenants: Mapping[str, Tenant]):
-        """``tenants``: by key."""
+    def __init__(self, tenants: Mapping[str, Tenant], operator_keys: Iterable[str] = ()):
+        """``tenants``: by key. ``operator_keys`` are good for all routes, and alone for ``OPERATOR_PATHS``."""
         self._tenants = [(_digest(key.encode()), tenant) for key, tenant in tenants.items()]
+        self._operators = [_digest(key.encode()) for key in operator_keys]
 
-    def tenant(self, method: str, path: str, authorization: bytes | None) -> Tenant | None:
-        """Whose request this is, or None if it must not be served."""
-        if not self._tenants or method == "OPTIONS" or path in OPEN_PATHS:
+    def tenant(self, method: str, path: str, authorization: bytes | None) -> Tenant:
+        """Whose request this is. Raises ``InvalidRequest`` with status 401 or 403 if it must not be served."""
+        if method == "OPTIONS" or path in OPEN_PATHS:
             return ANYBODY
         scheme, _, token = (authorization or b"").partition(b" ")
-        given = _digest(token.strip())
+        given = _digest(token.strip()) if scheme.lower() == b"bearer" else b""
         # Every key is compared, in constant time each: the duration tells nothing about the keys.
+        is_operator = sum(hmac.compare_digest(digest, given) for digest in self._operators) > 0
         found = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given)]
-        return found[0] if found and scheme.lower() == b"bearer" else None
+        if not (is_operator or found) and self._tenants:
+            raise InvalidRequest("a valid API key is needed", code="invalid_api_key", status=401)
+        if self._operators and path in OPERATOR_PATHS and not is_operator:
+            raise InvalidRequest(f"{path} needs an admin key", code="admin_key_needed", status=403)
+        return found[0] if found else ANYBODY
 
 
 def read_api_keys(options: ServerOptions) -> ApiKeys:
-    """The keys of ``--api-key`` and of the lines in ``--api-key-file``. Raises ``ConfigError`` that names the line."""
+    """The keys of ``--api-key``, of the lines in ``--api-key-file``, and of ``--admin-api-key``. Raises ``ConfigError``
+    that names the line."""
     tenants = {key.get_secret_value(): Tenant(f"key {n}") for n, key in enumerate(options.api_key, 1)}
     weights: dict[str, float] = {}
     for where, key, tenant in _read_file(options.api_key_file) if options.api_key_file else ():
@@ -55,7 +64,7 @@ def read_api_keys(options: ServerOptions) -> ApiKeys:
         if weights.setdefault(tenant.name, tenant.weight) != tenant.weight:
             raise ConfigError(f"{where}: {tenant.name} has another weight above")
         tenants[key] = tenant
-    return ApiKeys(tenants)
+    return ApiKeys(tenants, [key.get_secret_value() for key in options.admin_api_key])
 
 
 def _read_file(path: str) -> Iterator[tuple[str, str, Tenant]]:

@@ -80,11 +80,10 @@ class Gate:
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         authorization = headers.get("authorization")
         raw = None if authorization is None else authorization.encode("latin-1")
-        tenant = self._keys.tenant(scope["method"], scope["path"], raw)
-        if tenant is None:
-            error = InvalidRequest("a valid API key is needed", code="invalid_api_key", status=401)
+        try:
+            scope["state"]["tenant"] = self._keys.tenant(scope["method"], scope["path"], raw)
+        except InvalidRequest as error:
             return error_response(error, {"www-authenticate": "Bearer"})
-        scope["state"]["tenant"] = tenant
         if scope["method"] == "POST" and scope["app"].state.frontend.draining:
             shutdown = RequestFailed("the server is shutting down", code="draining", retry_after_s=5)
             return error_response(shutdown, {"connection": "close"})

@@ -61,7 +61,7 @@ async def server_info(request: Request) -> Response:
         "vocab_size": status.vocab_size if status else None,
         "open_requests": frontend.client.num_open,
         "stats": msgspec.to_builtins(status.stats) if status else {},
-        "config": frontend.config.model_dump(mode="json", exclude={"api_key"}),
+        "config": frontend.config.model_dump(mode="json", exclude={"api_key", "admin_api_key"}),
     }
     return json_response(content)
 

@@ -51,6 +51,27 @@ def test_keys_guard_all_but_health_and_preflight(guarded: httpx.Client) -> None:
     assert "k-Test_123" not in info.text
 
 
+@pytest.mark.parametrize("api_key", [(), ("k-user",)])
+def test_an_admin_key_opens_all_and_alone_the_routes_of_operators(folder: Path, api_key: tuple[str, ...]) -> None:
+    with (
+        running_service(folder, api_key=api_key, admin_api_key=("k-admin",)) as service,
+        httpx.Client(base_url=service.url) as client,
+    ):
+        user, admin = ({"authorization": f"Bearer {key}"} for key in ("k-user", "k-admin"))
+        for headers in (user, admin):
+            assert client.post(COMPLETIONS, json=BODY, headers=headers).status_code == 200
+        assert client.post(COMPLETIONS, json=BODY).status_code == (401 if api_key else 200)
+        refused = client.post("/flush_cache", headers=user)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "admin_key_needed"
+        assert client.get("/server_info", headers=user).status_code == 403
+        assert client.post("/abort_request", json={"request_id": "r"}).status_code == (401 if api_key else 403)
+        assert client.post("/flush_cache", headers=admin).status_code == 200
+        info = client.get("/server_info", headers=admin)
+        assert info.status_code == 200
+        assert "k-admin" not in info.text
+
+
 def test_keys_of_a_file_have_names_and_weights(folder: Path) -> None:
     file = folder / "keys"
     file.write_text("# a comment\nk-one\nk-two batch 0.5  # theirs\n\nk-three batch 0.5\n")
