@@ -97,7 +97,7 @@ class Simulation:
     def run(self) -> Outcome:
         """With overlap: the host launches a step while the device runs the one before, and then waits for that one."""
         in_flight: tuple[StepPlan, float] | None = None
-        while self._scheduler.has_requests or self._arrivals or in_flight:
+        while self._scheduler.requests or self._arrivals or in_flight:
             self._submit_due()
             plan, done = self._scheduler.schedule(), in_flight
             in_flight = None

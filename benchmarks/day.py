@@ -140,7 +140,7 @@ class Day:
     def run(self, hours: float, load: float, seed: int = 0) -> Report:
         report, coming = Report(hours), arrivals(hours, load, seed)
         following = next(coming, None)
-        while following is not None or self.scheduler.has_requests:
+        while following is not None or self.scheduler.requests:
             while following is not None and following.at_s <= self.clock.now:
                 self._submit(following, report)
                 following = next(coming, None)

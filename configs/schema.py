@@ -145,6 +145,10 @@ class ServerOptions(OptionGroup):
     reasoning_parser: ReasoningParser = Field(
         "auto", description="How the model marks its reasoning (auto: by its chat template)"
     )
+    page: Literal["auto", "full", "off"] = Field(
+        "auto",
+        description="The page at /; it shows texts of prompts only where they must be the reader's own, or if full",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged")
 
     @property

@@ -69,7 +69,7 @@ class Admission:
         reserve = 0 if alone else reserve_tokens + min(DECODE_RESERVE, request.max_total - 1 - len(tokens))
         # A prompt of which all log-probabilities are wanted must not meet cached KV: it gets a namespace of its own.
         namespace = f"\0{request.arrival}" if request.needs_prompt_logprobs else request.namespace
-        lease = self._cache.admit(tokens, reserve, namespace)
+        lease = self._cache.admit(tokens, reserve, namespace, request.request_id)
         if lease is None:
             assert not alone, "an accepted request does not fit the empty cache"
             return False

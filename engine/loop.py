@@ -18,17 +18,22 @@ from radixserve.engine.messages import (
     EngineStatus,
     FlushCache,
     Hello,
+    Observation,
     Ping,
     Rejected,
     Submit,
     ToEngine,
+    Watch,
 )
+from radixserve.engine.observation import INTERVAL_S
 from radixserve.engine.pipeline import StepPipeline
 from radixserve.engine.scheduler import Scheduler
 from radixserve.engine.step import Runner
+from radixserve.engine.watch import EngineWatch
 
 HEARTBEAT_S = 0.5
 _LOOK_FOR_GRAMMARS_MS = 5
+_SHOW_MS = int(INTERVAL_S * 1000)
 
 
 class EngineLoop:
@@ -43,6 +48,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         grammars: ConstraintSource,
+        watch: EngineWatch,
         *,
         overlap: bool,
         ready: EngineStatus,
@@ -50,7 +56,8 @@ class EngineLoop:
         self._frontends = frontends
         self._scheduler = scheduler
         self._intake = Intake(scheduler, grammars)
-        self._pipeline = StepPipeline(scheduler, runner, overlap=overlap)
+        self._pipeline = StepPipeline(scheduler, runner, overlap=overlap, on_plan=watch.planned)
+        self._watch = watch
         self._ready = ready
         self._next_heartbeat = 0.0
         self._checked = False  # integrity, since the last step
@@ -72,6 +79,8 @@ class EngineLoop:
             self._handle(frontend, message)
         for frontend in self._frontends.take_gone():
             self._intake.forget_frontend(frontend)
+        if self._watch.watched:
+            self._show()
         if time.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + HEARTBEAT_S
             for frontend, rejected in self._scheduler.expire():
@@ -92,6 +101,8 @@ class EngineLoop:
                 self._intake.abort_request(request_id)
             case FlushCache(call):
                 self._frontends.send(frontend, CacheFlushed(call, self._scheduler.flush_cache()))
+            case Watch(anew):
+                self._watch.renew(frontend, anew=anew)
             case Hello() | Ping():
                 self._frontends.send(frontend, self._status())
             case _:
@@ -105,6 +116,12 @@ class EngineLoop:
         if rejected is not None:
             self._frontends.send(frontend, rejected)
 
+    def _show(self) -> None:
+        match self._watch.take():
+            case frontends, view:
+                for frontend in frontends:
+                    self._frontends.send(frontend, Observation(self._status().stats, view))
+
     def _check_integrity(self) -> None:
         """Once in each quiet period, when nobody waits for it. An error ends the process, which is then replaced."""
         if not self._checked:
@@ -112,9 +129,11 @@ class EngineLoop:
             self._checked = True
 
     def _ms_to_wait(self) -> int:
-        """To the next heartbeat; less while a grammar is compiled, whose end sends no message."""
+        """To the next heartbeat; less while a grammar is compiled, whose end sends no message, or somebody watches."""
         to_heartbeat = max(0, int(1000 * (self._next_heartbeat - time.monotonic())) + 1)
-        return min(to_heartbeat, _LOOK_FOR_GRAMMARS_MS) if self._intake.num_compiling else to_heartbeat
+        if self._intake.num_compiling:
+            return min(to_heartbeat, _LOOK_FOR_GRAMMARS_MS)
+        return min(to_heartbeat, _SHOW_MS) if self._watch.watched else to_heartbeat
 
     def _status(self) -> EngineStatus:
         stats = self._scheduler.stats()

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from radixserve.engine.observation import EngineView
 from radixserve.engine.sampling_params import SamplingParams
 
 
@@ -70,7 +71,14 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Ask for an ``EngineStatus`` now."""
 
 
-ToEngine = Hello | Submit | Abort | AbortRequest | FlushCache | Ping
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Show this frontend what the engine does, for the next seconds (``observation.LEASE_S``). ``anew``: it has seen
+    nothing yet, or lost track."""
+
+    anew: bool = False
+
+
+ToEngine = Hello | Submit | Abort | AbortRequest | FlushCache | Ping | Watch
 
 
 # ---- engine -> frontend ----
@@ -171,4 +179,11 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     stats: EngineStats = EngineStats()
 
 
-ToFrontend = Outputs | Rejected | CacheFlushed | Unreadable | EngineStatus
+class Observation(msgspec.Struct, frozen=True, tag="observation"):
+    """To those who watch, some times a second."""
+
+    stats: EngineStats
+    view: EngineView
+
+
+ToFrontend = Outputs | Rejected | CacheFlushed | Unreadable | EngineStatus | Observation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixserve.engine.scheduler import Scheduler
@@ -17,13 +18,22 @@ MAX_FAILED_STEPS_ON_END = 3
 
 class StepPipeline:
     """Owns the steps in flight. With ``overlap`` the next step is planned and launched while the device runs the last
-    one, whose tokens are taken in after that; without, each step is completed before the next is planned."""
+    one, whose tokens are taken in after that; without, each step is completed before the next is planned. ``on_plan``
+    is told each step."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool,
+        on_plan: Callable[[StepPlan], None] = lambda plan: None,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._max_in_flight = 1 if overlap else 0  # when ``advance`` returns
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._on_plan = on_plan
         self._failed_on_end = 0
 
     def advance(self) -> bool:
@@ -33,6 +43,7 @@ class StepPipeline:
         """
         plan = self._scheduler.schedule()
         if plan is not None:
+            self._on_plan(plan)
             launched = self._launch(plan)
             if plan.masked:
                 launched = self._sample(plan, launched)

@@ -23,6 +23,7 @@ from radixserve.engine.logs import log_to_stderr
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
 from radixserve.engine.progress import shown_progress
+from radixserve.engine.watch import EngineWatch
 
 # Threads of CPU kernels meet some hundred times a step. When a frontend or anybody else takes a core, one that spins
 # at a barrier burns the time slice of the thread it waits for; one that sleeps is woken at once. Measured with both
@@ -69,7 +70,8 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
     # The model's objects stay for good: leave them out of every later garbage collection.
     gc.collect()
     gc.freeze()
-    EngineLoop(frontends, scheduler, built.runner, built.grammars, overlap=built.overlap, ready=ready).run()
+    watch = EngineWatch(scheduler, built.cache)
+    EngineLoop(frontends, scheduler, built.runner, built.grammars, watch, overlap=built.overlap, ready=ready).run()
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -92,8 +92,9 @@ class Scheduler:
     # ---- requests come and go ----
 
     @property
-    def has_requests(self) -> bool:
-        return bool(self._requests)
+    def requests(self) -> Collection[Request]:
+        """Accepted and not ended, in the order of their arrival."""
+        return self._requests.values()
 
     @property
     def steps_in_flight(self) -> int:

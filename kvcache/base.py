@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from radixserve.kvcache.watch import TreeWatch
+
 Int32s = NDArray[np.int32]
 
 
@@ -72,6 +74,10 @@ class PrefixCache(Protocol):
 
     def owned_pages(self) -> Int32s:
         """Every page of the tree, in no order. Walks the tree: for checks, not for each step."""
+        ...
+
+    def observe(self, watch: TreeWatch | None) -> None:
+        """Report all changes to ``watch`` from now on, or to nobody."""
         ...
 
     def clear(self) -> Int32s:

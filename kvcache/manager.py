@@ -25,19 +25,21 @@ import numpy as np
 
 from radixserve.kvcache.base import Handle, Int32s, PrefixCache
 from radixserve.kvcache.pages import PagePool
+from radixserve.kvcache.watch import TreeWatch
 
 _NO_ENTRIES: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class Lease:
-    """What a running request holds. ``cached_len``: tokens served from the cache at admission. The manager replaces
-    ``handle`` as the request's prefix grows in the tree; nobody else writes here."""
+    """What a running request, ``owner``, holds. ``cached_len``: tokens served from the cache at admission. The manager
+    replaces ``handle`` as the request's prefix grows in the tree; nobody else writes here."""
 
     row: int
     namespace: str
     cached_len: int
     handle: Handle
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class CacheManager:
         self._written_cols: list[Int32s] = []
         self._hit_tokens = 0
         self._evicted_pages = 0
+        self._watch: TreeWatch | None = None
 
     # ---- what is there ----
 
@@ -93,6 +96,10 @@ class CacheManager:
         """Pages at the beginning of a leased row that belong to the prefix cache, so that other rows may show them."""
         return self._leases[row].handle.cached_len // self.page_size
 
+    def owner(self, row: int) -> str:
+        """Who has a leased row."""
+        return self._leases[row].owner
+
     def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
         """Tokens that ``admit`` would find cached now. Changes nothing, not even what counts as recently used."""
         return self._prefixes.cached_len(token_ids[:-1], namespace)
@@ -108,8 +115,8 @@ class CacheManager:
 
     # ---- the life of a lease: admit, extend and commit in turns, then release or drop ----
 
-    def admit(self, token_ids: Int32s, reserve_tokens: int = 0, namespace: str = "") -> Lease | None:
-        """Take a row for a request whose known tokens are ``token_ids`` and hold what is cached of them.
+    def admit(self, token_ids: Int32s, reserve_tokens: int = 0, namespace: str = "", owner: str = "") -> Lease | None:
+        """Take a row for request ``owner`` whose known tokens are ``token_ids`` and hold what is cached of them.
 
         The last token is never taken from the cache: its logits are needed. None, with nothing changed, when no row is
         free or when the tokens not cached plus ``reserve_tokens`` do not fit beside what is held. No page is
@@ -117,6 +124,7 @@ class CacheManager:
         """
         if not self._free_rows:
             return None
+        self._report_as(owner)
         handle = self._prefixes.match(token_ids[:-1], namespace)
         new_pages = self.pages_for(len(token_ids) + reserve_tokens) - handle.cached_len // self.page_size
         if new_pages > self._available_pages():
@@ -125,7 +133,7 @@ class CacheManager:
         if new_pages > self._available_pages():  # the lock has taken the prefix itself out of what can be evicted
             self._prefixes.unlock(handle)
             return None
-        lease = Lease(self._free_rows.pop(), namespace, handle.cached_len, handle)
+        lease = Lease(self._free_rows.pop(), namespace, handle.cached_len, handle, owner)
         self._leases[lease.row] = lease
         if handle.cached_len:
             self._append(lease.row, self._prefixes.pages(handle))
@@ -136,6 +144,7 @@ class CacheManager:
         """Make the row hold pages for its first ``num_tokens`` tokens, evicting if need be. False: nothing changed."""
         count = self.pages_for(num_tokens) - self.held_pages(lease)
         if count > 0:
+            self._report_as(lease.owner)
             pages = self._take(count)
             if pages is None:
                 return False
@@ -150,6 +159,7 @@ class CacheManager:
         growing = rows[short]
         if not len(growing):
             return True
+        self._report_as("")
         pages = self._take(len(growing))
         if pages is None:
             return False
@@ -173,6 +183,7 @@ class CacheManager:
             return
         assert num_pages <= self._row_pages[row], "committed tokens have no pages"
         row_pages = self.page_table[row, :num_pages]
+        self._report_as(lease.owner)
         result = self._prefixes.insert(token_ids[: num_pages * page_size], row_pages, lease.namespace)
         self._prefixes.lock(result.handle)
         self._prefixes.unlock(old)
@@ -193,6 +204,7 @@ class CacheManager:
         assert self._leases.pop(row, None) is lease, "the lease was given back before"
         first_own = lease.handle.cached_len // self.page_size
         self._pool.free(self.page_table[row, first_own : self._row_pages[row]].copy())
+        self._report_as(lease.owner)
         self._prefixes.unlock(lease.handle)
         self._row_pages[row] = 0
         self._free_rows.append(row)
@@ -214,9 +226,15 @@ class CacheManager:
 
     def flush(self) -> int:
         """Forget every prefix that no lease holds; returns how many tokens that were."""
+        self._report_as("")
         pages = self._prefixes.clear()
         self._pool.free(pages)
         return len(pages) * self.page_size
+
+    def observe(self, watch: TreeWatch | None) -> None:
+        """Report what happens in the tree to ``watch`` from now on, or to nobody."""
+        self._watch = watch
+        self._prefixes.observe(watch)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and the table shows what the leases hold."""
@@ -231,6 +249,10 @@ class CacheManager:
         owners = np.bincount(np.concatenate(owned), minlength=self._pool.num_pages)
         assert (owners == 1).all(), "a page is lost, or has two owners"
         assert len(self._free_rows) + len(self._leases) == len(self.page_table), "a row is lost"
+
+    def _report_as(self, owner: str) -> None:
+        if self._watch is not None:
+            self._watch.owner = owner
 
     def _available_pages(self) -> int:
         return self._pool.num_free + self._prefixes.sizes().evictable

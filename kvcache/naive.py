@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixserve.kvcache.base import CacheSizes, Handle, InsertResult, Int32s
+from radixserve.kvcache.watch import TreeWatch
 
 _NOTHING = Handle(cached_len=0, node=None)
 
@@ -14,6 +15,9 @@ class NaivePrefixCache:
 
     def __init__(self, page_size: int):
         self.page_size = page_size
+
+    def observe(self, watch: TreeWatch | None) -> None:
+        pass
 
     def match(self, token_ids: Int32s, namespace: str = "") -> Handle:
         return _NOTHING

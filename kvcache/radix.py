@@ -12,6 +12,7 @@ import numpy as np
 from radixserve.kvcache.base import CacheSizes, Handle, InsertResult, Int32s
 from radixserve.kvcache.compare import common_pages
 from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
+from radixserve.kvcache.watch import TreeWatch
 
 _INT32 = np.dtype(np.int32)
 _TOKEN_BYTES = _INT32.itemsize
@@ -53,6 +54,12 @@ class RadixPrefixCache:
         self._order: EvictionOrder = EVICTION_ORDERS[eviction_policy]()
         self._evictable_pages = 0
         self._protected_pages = 0
+        self._watch: TreeWatch | None = None
+
+    def observe(self, watch: TreeWatch | None) -> None:
+        self._watch = watch
+        if watch is not None:
+            watch.begin(self._root)
 
     def match(self, token_ids: Int32s, namespace: str = "") -> Handle:
         node, matched, partial, shared = self._walk(self._query(token_ids), namespace)
@@ -65,6 +72,8 @@ class RadixPrefixCache:
             if node.locks == 0:
                 self._order.use(node)
             node = node.parent
+        if self._watch is not None:
+            self._watch.matched(handle.node, handle.cached_len)
         return handle
 
     def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
@@ -81,6 +90,8 @@ class RadixPrefixCache:
             node.locks += 1
             node = node.parent
         assert node is self._root, "the handle was evicted before it was locked"
+        if self._watch is not None:
+            self._watch.locked(handle.node)
 
     def unlock(self, handle: Handle) -> None:
         node: _Node = handle.node
@@ -92,6 +103,8 @@ class RadixPrefixCache:
                 self._evictable_pages += len(node.pages)
                 self._protected_pages -= len(node.pages)
             node = node.parent
+        if self._watch is not None:
+            self._watch.unlocked(handle.node)
 
     def pages(self, handle: Handle) -> Int32s:
         segments = [_NO_PAGES]
@@ -130,6 +143,9 @@ class RadixPrefixCache:
             else:
                 self._order.remove(leaf)
                 del leaf.parent.children[leaf.branch]
+            if self._watch is not None:
+                self._watch.evicted(leaf, len(freed[-1]) * self.page_size, whole=not kept)
+            if not kept:
                 leaf.parent = None  # no reference cycle: the node is freed here, not by the garbage collector
         return np.concatenate(freed)
 
@@ -203,6 +219,8 @@ class RadixPrefixCache:
         upper.children[lower.branch] = lower
         if upper.locks == 0:
             self._order.add(upper)
+        if self._watch is not None:
+            self._watch.split(upper, lower)
         return upper
 
     def _add_leaf(self, parent: _Node, query: memoryview, start: int, pages: Int32s, namespace: str) -> _Node:
@@ -214,6 +232,8 @@ class RadixPrefixCache:
         parent.children[branch] = leaf
         self._order.add(leaf)
         self._evictable_pages += len(leaf.pages)
+        if self._watch is not None:
+            self._watch.inserted(leaf)
         return leaf
 
     def _renew(self, node: _Node) -> None:

@@ -24,8 +24,9 @@ from radixserve.server.openapi import describe
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.responses import ResponsesRequest
-from radixserve.server.routes import generate, metrics, models, operation, responses, text
+from radixserve.server.routes import generate, metrics, models, operation, page, responses, text
 from radixserve.server.routes.common import IGNORED_HEADER
+from radixserve.server.watchers import Watchers
 
 _BODIES = (
     ChatRequest,
@@ -69,7 +70,10 @@ def build_app(
     # First of all routes, in this order, and not included as routers, which are asked twice for each request.
     app.router.routes[:0] = [r for part in _PARTS for r in part.router.routes]
     # The last one added is the outermost.
-    app.add_middleware(Gate, keys=read_api_keys(config), max_body_bytes=config.max_body_bytes)
+    keys = read_api_keys(config)
+    if config.page != "off":
+        app.router.routes += page.routes(Watchers(frontend), config, keys)
+    app.add_middleware(Gate, keys=keys, max_body_bytes=config.max_body_bytes)
     if config.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,

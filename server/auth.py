@@ -11,10 +11,13 @@ from pathlib import Path
 from radixserve.configs.schema import ServerOptions
 from radixserve.engine.errors import ConfigError, InvalidRequest
 
-# Probes have no key. (A browser's preflight has none either: OPTIONS is open everywhere.)
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+EVENTS_PATH = "/engine/events"
+# Probes have no key. (A browser's preflight has none either: OPTIONS is open everywhere.) The page asks its reader for
+# one; its files are the same everywhere.
+OPEN_PATHS = frozenset({"/health", "/metrics", "/"})
+PAGE_PREFIX = "/page/"
 # What concerns other people's requests: for the operator alone, where one has a key.
-OPERATOR_PATHS = frozenset({"/abort_request", "/flush_cache", "/server_info"})
+OPERATOR_PATHS = frozenset({"/abort_request", "/flush_cache", "/server_info", EVENTS_PATH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,18 @@ class ApiKeys:
         self._tenants = [(_digest(key.encode()), tenant) for key, tenant in tenants.items()]
         self._operators = [_digest(key.encode()) for key in operator_keys]
 
+    @property
+    def num_tenants(self) -> int:
+        """0: there are no keys."""
+        return len({tenant for _, tenant in self._tenants})
+
+    @property
+    def has_operators(self) -> bool:
+        return bool(self._operators)
+
     def tenant(self, method: str, path: str, authorization: bytes | None) -> Tenant:
         """Whose request this is. Raises ``InvalidRequest`` with status 401 or 403 if it must not be served."""
-        if method == "OPTIONS" or path in OPEN_PATHS:
+        if method == "OPTIONS" or path in OPEN_PATHS or path.startswith(PAGE_PREFIX):
             return ANYBODY
         scheme, _, token = (authorization or b"").partition(b" ")
         given = _digest(token.strip()) if scheme.lower() == b"bearer" else b""

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from radixserve.engine.messages import (
     FinishReason,
     FlushCache,
     Hello,
+    Observation,
     Outputs,
     Ping,
     Rejected,
@@ -31,6 +33,7 @@ from radixserve.engine.messages import (
     ToFrontend,
     TokenEvent,
     Unreadable,
+    Watch,
 )
 from radixserve.server.engine_process import EngineProcess
 from radixserve.server.errors import RequestFailed
@@ -104,6 +107,7 @@ class EngineClient:
         self._died = ""  # why, until the next engine is heard of
         self._last_heard = self._last_greeting = -math.inf
         self.status: EngineStatus | None = None
+        self.on_observation: Callable[[Observation], None] | None = None
 
     # ---- life ----
 
@@ -228,6 +232,10 @@ class EngineClient:
                 await asyncio.wait_for(waiter, timeout_s)
         return self.status
 
+    def watch(self, *, anew: bool) -> None:
+        """Ask for observations of the next seconds, if the engine can be asked."""
+        self._send(Watch(anew))
+
     def _silence_s(self) -> float:
         return time.monotonic() - self._last_heard
 
@@ -291,6 +299,9 @@ class EngineClient:
             case CacheFlushed():
                 if (answer := self._flushes.get(message.call)) is not None and not answer.done():
                     answer.set_result(message.num_tokens)
+            case Observation():
+                if self.on_observation is not None:
+                    self.on_observation(message)
 
     def _deliver_tokens(self, uids: list[int], tokens: list[int]) -> None:
         """The path that nearly every token takes."""

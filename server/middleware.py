@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.server.auth import ApiKeys
+from radixserve.server.auth import EVENTS_PATH, ApiKeys
 from radixserve.server.errors import RequestFailed, error_response
 from radixserve.server.protocol.fields import is_request_id
 
@@ -63,7 +63,8 @@ class Gate:
         if refusal is not None:
             return await refusal(scope, receive, send)
         if scope["method"] != "POST":
-            return await self._guard(_Call(scope, b"", receive, send), watch=False)
+            # Only this one lasts. It does not count as work: a page left open must not hold up a shutdown.
+            return await self._guard(_Call(scope, b"", receive, send), watch=scope["path"] == EVENTS_PATH)
         body = await self._read(receive)
         if isinstance(body, Response):
             return await body(scope, receive, send)

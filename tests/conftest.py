@@ -1,6 +1,10 @@
-"""Leaves out the tests marked ``gpu`` on machines without a CUDA device."""
+"""The option of the browser tests; leaves out the tests marked ``gpu`` on machines without a CUDA device."""
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", metavar="FOLDER", help="Where the browser tests put pictures (docs/images)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

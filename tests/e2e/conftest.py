@@ -1,6 +1,7 @@
 """One real server with the default model for all tests of this folder that only talk to it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
@@ -23,3 +24,10 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
 @pytest.fixture
 def model(client: OpenAI) -> str:
     return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="session")
+def images(request: pytest.FixtureRequest) -> Path | None:
+    """The folder for screenshots, if they are wanted."""
+    folder = request.config.getoption("--screenshots")
+    return None if folder is None else Path(folder)

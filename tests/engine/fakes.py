@@ -381,7 +381,7 @@ class Harness:
     def check_idle(self) -> None:
         """Every request is over, and no page is held."""
         stats = self.scheduler.stats()
-        assert not self.scheduler.has_requests and stats.running == stats.waiting == 0
+        assert not self.scheduler.requests and stats.running == stats.waiting == 0
         assert stats.kv_free_tokens + stats.kv_evictable_tokens == stats.kv_total_tokens, "pages are still held"
         assert all(answer.rejected or answer.finish for answer in self.answers.values()), "a request without an end"
         ended = stats.finished + stats.aborted + stats.failed + stats.rejected

@@ -26,6 +26,7 @@ from radixserve.engine.messages import (
     FinishReason,
     FlushCache,
     Hello,
+    Observation,
     Outputs,
     Ping,
     Rejected,
@@ -34,8 +35,11 @@ from radixserve.engine.messages import (
     ToFrontend,
     TokenEvent,
     Unreadable,
+    Watch,
 )
+from radixserve.engine.observation import LEASE_S
 from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.watch import EngineWatch
 from radixserve.tests.engine.fakes import FakeGrammars, Harness, expected_output
 
 
@@ -98,7 +102,8 @@ class Engine:
         ready = EngineStatus(os.getpid(), "ready", max_model_len=512, vocab_size=50)
         self.grammars = FakeGrammars()
         scheduler, runner = self.harness.scheduler, self.harness.runner
-        self.loop = EngineLoop(self.frontends, scheduler, runner, self.grammars, overlap=True, ready=ready)
+        watch = EngineWatch(scheduler, self.harness.cache)
+        self.loop = EngineLoop(self.frontends, scheduler, runner, self.grammars, watch, overlap=True, ready=ready)
         self.stopping = threading.Event()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
@@ -280,6 +285,40 @@ def test_a_request_waits_for_its_grammar_and_nobody_for_the_request(tmp_path: Pa
         assert [end.finish for end in ends if isinstance(end, TokenEvent)] == [FinishReason.STOP] * 2
         assert sorted(engine.grammars.compiled) == ["4", "slow 5"], "compiled once for both"
         wait_until(lambda: is_quiet(client))
+
+
+def test_who_watches_is_shown_requests_steps_and_the_tree_and_nobody_else_is(tmp_path: Path) -> None:
+    with running(tmp_path) as engine, connected(engine) as client, connected(engine) as other:
+        client.send(Watch(anew=True))
+        first = client.wait_for(lambda message: isinstance(message, Observation))
+        assert isinstance(first, Observation) and first.view.tree == []
+        client.send(submit(1, list(range(1, 13)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), "mine"))
+        kinds: list[str] = []
+        chunks: list[tuple[str, int, int]] = []
+        while "unlock" not in kinds or not chunks:
+            client.send(Watch())
+            message = client.wait_for(lambda message: isinstance(message, Observation))
+            assert isinstance(message, Observation)
+            assert {event.owner for event in message.view.events} <= {"mine"}
+            kinds += [event.kind for event in message.view.events]
+            chunks += [chunk for step in message.view.steps for chunk in step.chunks]
+        assert kinds[:3] == ["match", "insert", "lock"] and chunks == [("mine", 0, 12)]
+        client.send(Watch(anew=True))  # a page that was opened later
+        again = client.wait_for(lambda message: isinstance(message, Observation) and message.view.tree is not None)
+        assert isinstance(again, Observation) and again.view.tree
+        other.send(Ping())
+        assert isinstance(other.receive(), EngineStatus)
+
+
+def test_a_watch_ends_with_its_lease() -> None:
+    now = [0.0]
+    harness = Harness()
+    watch = EngineWatch(harness.scheduler, harness.cache, lambda: now[0])
+    watch.renew(b"f", anew=True)
+    assert watch.take() is not None
+    assert watch.take() is None, "too early for the next"
+    now[0] += LEASE_S + 1
+    assert watch.take() is None and not watch.watched
 
 
 def test_requests_that_wait_for_a_grammar_can_be_aborted(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_dead_frontend_loses_its_requests_only() -> None:
     while harness.advance():
         pass
     assert survivor.finish is FinishReason.LENGTH
-    assert harness.scheduler.stats().aborted == 5 and not harness.scheduler.has_requests
+    assert harness.scheduler.stats().aborted == 5 and not harness.scheduler.requests
 
 
 @both_modes

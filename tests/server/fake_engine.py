@@ -34,6 +34,7 @@ from radixserve.engine.messages import (
     FinishReason,
     FlushCache,
     Hello,
+    Observation,
     Outputs,
     Ping,
     Rejected,
@@ -41,11 +42,15 @@ from radixserve.engine.messages import (
     ToEngine,
     TokenEvent,
     TokenLogprobs,
+    Watch,
 )
+from radixserve.engine.observation import EngineView, SeenStep
+from radixserve.kvcache.watch import SeenNode, TreeEvent
 
 EOS = 256
 VOCAB_SIZE = 262
 MAX_MODEL_LEN = 512
+TREE_TEXT = "a <b>secret</b>"  # of the one segment that watchers are shown
 Key = tuple[bytes, int]
 
 
@@ -62,12 +67,13 @@ class Running:
 
 
 class FakeEngine:
-    """``submits`` and ``aborted`` are what came in, in order; read them from any thread."""
+    """``submits``, ``aborted`` and ``watches`` are what came in, in order; read them from any thread."""
 
     def __init__(self, address: str, phase: str = "ready"):
         self.phase = phase
         self.submits: list[Submit] = []
         self.aborted: list[str] = []
+        self.watches: list[Watch] = []
         self.running: dict[Key, Running] = {}
         self._address = address
         self._frontends: set[bytes] = set()
@@ -135,6 +141,9 @@ class FakeEngine:
             case FlushCache():
                 self._send(frontend, CacheFlushed(message.call, len(self._seen)))
                 self._seen.clear()
+            case Watch():
+                self.watches.append(message)
+                self._send(frontend, Observation(EngineStats(), _view()))
 
     def _submit(self, frontend: bytes, submit: Submit) -> None:
         self.submits.append(submit)
@@ -225,6 +234,12 @@ class FakeEngine:
                 self._damages.remove(frontend)
                 body = body[: len(body) // 2] + b"\xc1"
             self._socket.send_multipart([frontend, body], zmq.NOBLOCK)
+
+
+def _view() -> EngineView:
+    node = SeenNode(1, 0, len(TREE_TEXT), 1, 0, 1, 1, None, list(TREE_TEXT.encode()), [])
+    event = TreeEvent("insert", "r", 1, len(TREE_TEXT), 1.0, [node], [(1, 1, 1)], [])
+    return EngineView(1.0, 16, [node], [event], [SeenStep(1, 1.0, 2, 3, [("r", 0, 3)])], [])
 
 
 def _logprobs(token: int, number: int) -> TokenLogprobs:
