@@ -284,7 +284,7 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
             if not can_pack_model(create_model(spec, torch.float32, torch.device("meta"), 1)):
                 raise BackendUnavailable("the sizes of this model do not fit them")
             ops = select_native(torch.get_num_threads(), lambda detail: progress(detail, 0.0))
-            return _Kernels(ops, torch.float32)
+            return _Kernels(ops, torch.float32, f" ({ops.description})")
         except BackendUnavailable as error:
             if config.cpu_weights in ("int4", "int8"):
                 raise ConfigError(f"cpu_weights {config.cpu_weights} needs the native kernels: {error}") from error

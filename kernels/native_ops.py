@@ -75,7 +75,8 @@ class NativeOps(TorchOps):
 
     @property
     def description(self) -> str:
-        return f"native ({self._library.level})"
+        """For people: the instruction set that the library is compiled for."""
+        return f"native, {self._library.level}"
 
     @contextmanager
     def recording(self, capacity: int) -> Iterator[Program]:

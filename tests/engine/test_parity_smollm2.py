@@ -68,3 +68,21 @@ def test_default_model_answers_in_its_own_type() -> None:
         cut = llm.chat(question, SamplingParams(temperature=0, max_tokens=20, stop=(" France",)))
     assert completion.text == "The capital of France is Paris." and completion.finish_reason == "stop"
     assert cut.text == "The capital of" and cut.finish_reason == "stop"
+
+
+def test_quantized_weights_tell_nearly_the_same_as_fp32() -> None:
+    """In many tokens a step and in few, which take different ways through the kernels."""
+    text = "The capital of France is Paris, the capital of Italy is Rome, and the longest river of Africa is the Nile."
+    exact, many, few = (
+        prompt_logprobs(text, **options) for options in ({"cpu_weights": "fp32"}, {}, {"max_num_batched_tokens": 5})
+    )
+    for found in (many, few):
+        differences = [abs(ours - theirs) for ours, theirs in zip(found, exact, strict=True)]
+        assert max(differences) < 0.2 and sum(differences) / len(differences) < 0.04
+
+
+def prompt_logprobs(text: str, **options: Any) -> list[float]:
+    with LLM(device="cpu", cpu_threads=1, **options) as llm:
+        (completion,) = llm.generate(text, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    assert completion.prompt_logprobs is not None
+    return [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
