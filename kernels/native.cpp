@@ -1,9 +1,8 @@
 // A decoder's forward pass on a CPU: products with weights that stay quantized, norms, rotary embedding, attention over
 // paged keys and values. Plain C functions at the end are called through ctypes (native_library.py).
 //
-// A step is a list of operations over fp32 buffers that all threads walk through together, with a barrier between two
-// phases, so that Python is left once a step. Inside a phase threads claim work from a counter: when another process
-// takes a core away, the other threads do its share.
+// A step is a list of operations over fp32 buffers that all threads walk through, so that Python is left once a step.
+// Threads claim the items of an operation from a counter: when another process takes a core away, the others do its share.
 //
 // The file is compiled for several instruction sets (native_library.py); vectors are GCC's generic ones, 16 lanes wide
 // everywhere, and only what those cannot say uses intrinsics, with a plain version beside it.
@@ -203,30 +202,35 @@ inline Floats dot2(Floats acc, Ints w, Ints a) {
 
 // ---- Threads ---------------------------------------------------------------------------------------------------------
 
-// Waits spinning for some microseconds, the length of a phase's uneven end; then it lets others have the core.
-class Barrier {
- public:
-  explicit Barrier(int threads) : threads_(threads) {}
-  void wait() {
-    if (threads_ == 1) return;
-    const unsigned round = round_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
-      return;
+// A piece of a step that is shared out. It is over when all of its items are done, not when all threads have arrived: a
+// thread whose core is busy with something else holds nobody up, unless in the middle of an item; it comes after the others
+// and finds nothing left to claim.
+struct alignas(64) Phase {
+  std::atomic<int64_t> claimed{0};
+  alignas(64) std::atomic<int64_t> done{0};
+
+  void reset() {
+    claimed.store(0, std::memory_order_relaxed);
+    done.store(0, std::memory_order_relaxed);
+  }
+
+  template <class Work>
+  void share(int64_t count, int64_t at_once, Work work) {
+    for (;;) {
+      const int64_t first = claimed.fetch_add(at_once, std::memory_order_relaxed);
+      if (first >= count) break;
+      const int64_t after = std::min(first + at_once, count);
+      for (int64_t i = first; i < after; i++) work(i);
+      done.fetch_add(after - first, std::memory_order_acq_rel);
     }
-    for (int turns = 0; round_.load(std::memory_order_acquire) == round; turns++) {
+    // Waits spinning for some microseconds, the length of an uneven end; then it lets others have the core.
+    for (int turns = 0; done.load(std::memory_order_acquire) < count; turns++) {
       if (turns > 4000) sched_yield();
 #if defined(__x86_64__)
       else _mm_pause();
 #endif
     }
   }
-
- private:
-  const int threads_;
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<unsigned> round_{0};
 };
 
 template <class T>
@@ -961,45 +965,36 @@ class QueryBlock {
 // Walks one thread through the operations.
 class Walker {
  public:
-  Walker(const Step& step, int thread, int threads, Barrier& barrier, std::atomic<int64_t>* claims, Scratch& shared,
-         Scratch& own, bool has_tiles)
-      : step_(step), thread_(thread), threads_(threads), barrier_(barrier), claims_(claims), shared_(shared), own_(own),
-        has_tiles_(has_tiles) {}
+  Walker(const Step& step, int threads, Scratch& shared, Scratch& own, bool has_tiles)
+      : step_(step), threads_(threads), shared_(shared), own_(own), has_tiles_(has_tiles) {}
 
-  void run(const Op& op, std::atomic<int64_t>& claimed) {
+  // phases: two, of which most operations use the second only.
+  void run(const Op& op, Phase* phases) {
+    Phase& phase = phases[1];
     switch (op.kind) {
-      case kLinear: return linear(op, claimed);
+      case kLinear: return linear(op, phases[0], phase);
       case kRopeStore:
-        claim(claimed, step_.tokens, 8, [&](int64_t t) { rope_store(op, step_, t, own_.row.at_least(op.head_dim)); });
+        phase.share(step_.tokens, 8, [&](int64_t t) { rope_store(op, step_, t, own_.row.at_least(op.head_dim)); });
         return;
-      case kAttend: return attend_all(op, claimed);
+      case kAttend: return attend_all(op, phase);
       case kNorm:
-        claim(claimed, step_.tokens, 8, [&](int64_t t) {
+        phase.share(step_.tokens, 8, [&](int64_t t) {
           rms_norm(op.in + t * op.cols, op.norm, op.eps, op.cols, op.out + t * op.cols);
         });
         return;
       case kEmbed:
-        claim(claimed, step_.tokens, 8, [&](int64_t t) { embed(op, t); });
+        phase.share(step_.tokens, 8, [&](int64_t t) { embed(op, t); });
         return;
       case kGate:
-        claim(claimed, step_.tokens, 8, [&](int64_t t) { gate(op, t); });
+        phase.share(step_.tokens, 8, [&](int64_t t) { gate(op, t); });
         return;
       case kSum:
-        claim(claimed, step_.tokens, 8, [&](int64_t t) { add(op.in + t * op.cols, op.cols, op.out + t * op.cols); });
+        phase.share(step_.tokens, 8, [&](int64_t t) { add(op.in + t * op.cols, op.cols, op.out + t * op.cols); });
         return;
     }
   }
 
  private:
-  template <class Work>
-  void claim(std::atomic<int64_t>& claimed, int64_t count, int64_t at_once, Work work) {
-    for (;;) {
-      const int64_t first = claimed.fetch_add(at_once, std::memory_order_relaxed);
-      if (first >= count) return;
-      for (int64_t i = first; i < std::min(first + at_once, count); i++) work(i);
-    }
-  }
-
   void prepare(const Op& op, int64_t token, bool as_bf16, const Activations& a) {
     const float* x = op.in + token * op.cols;
     if (op.norm) {
@@ -1010,16 +1005,14 @@ class Walker {
     as_bf16 ? widen(x, token, a) : quantize(x, token, a);
   }
 
-  void linear(const Op& op, std::atomic<int64_t>& claimed);
-  void attend_all(const Op& op, std::atomic<int64_t>& claimed);
+  void linear(const Op& op, Phase& preparing, Phase& phase);
+  void attend_all(const Op& op, Phase& phase);
   template <class Cache>
-  void attend_cached(const Op& op, std::atomic<int64_t>& claimed);
+  void attend_cached(const Op& op, Phase& phase);
   void embed(const Op& op, int64_t token);
 
   const Step& step_;
-  const int thread_, threads_;
-  Barrier& barrier_;
-  std::atomic<int64_t>* claims_;
+  const int threads_;
   Scratch& shared_;
   Scratch& own_;
   const bool has_tiles_;
@@ -1028,7 +1021,7 @@ class Walker {
 // Tiles are read whole, bf16 ones two at a time: there is room for as many rows as that takes.
 int64_t padded_tokens(int64_t tokens) { return (tokens + 31) / 32 * 32; }
 
-void Walker::linear(const Op& op, std::atomic<int64_t>& claimed) {
+void Walker::linear(const Op& op, Phase& preparing, Phase& phase) {
   const Linear layer(op);
   const int64_t tokens = step_.tokens;
   const bool by_tiles = choose_tiles(has_tiles_, op.weight_kind, tokens);
@@ -1039,39 +1032,38 @@ void Walker::linear(const Op& op, std::atomic<int64_t>& claimed) {
     prepare(op, 0, as_bf16, a);
   } else {
     a = shared_.room(padded_tokens(tokens), op.cols, by_tiles);
-    for (int64_t t = thread_; t < tokens; t += threads_) prepare(op, t, as_bf16, a);
-    barrier_.wait();
+    preparing.share(tokens, 1 + tokens / 64, [&](int64_t t) { prepare(op, t, as_bf16, a); });
   }
 #if defined(HAS_TILES)
   if (by_tiles) {
     uint8_t* unpacked = (uint8_t*)own_.q.at_least(2 * layer.blocks * kBlockBytes[kBf16]);
     const int64_t step = layer.gated ? 1 : 2;
-    claim(claimed, (layer.out_panels + step - 1) / step, 1,
+    phase.share((layer.out_panels + step - 1) / step, 1,
           [&](int64_t i) { layer.by_tiles(i * step, a, tokens, unpacked); });
     return;
   }
 #endif
   const int64_t at_once = std::max<int64_t>(1, layer.out_panels / (8 * threads_));
-  claim(claimed, layer.out_panels, at_once, [&](int64_t p) { layer.by_vectors(p, a, tokens); });
+  phase.share(layer.out_panels, at_once, [&](int64_t p) { layer.by_vectors(p, a, tokens); });
 }
 
-void Walker::attend_all(const Op& op, std::atomic<int64_t>& claimed) {
+void Walker::attend_all(const Op& op, Phase& phase) {
   if (op.cache_bf16)
-    attend_cached<Bf16Cache>(op, claimed);
+    attend_cached<Bf16Cache>(op, phase);
   else
-    attend_cached<Fp32Cache>(op, claimed);
+    attend_cached<Fp32Cache>(op, phase);
 }
 
 // A piece of work is a key-value head of a decode, or of a block of queries.
 template <class Cache>
-void Walker::attend_cached(const Op& op, std::atomic<int64_t>& claimed) {
+void Walker::attend_cached(const Op& op, Phase& phase) {
   const int64_t group = op.q_heads / op.kv_heads, per_block = QueryBlock<Cache>::queries(op);
   int64_t* ends = own_.ends.at_least(step_.sequences);
   for (int64_t s = 0; s < step_.sequences; s++) {
     const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];
     ends[s] = (s ? ends[s - 1] : 0) + (queries + per_block - 1) / per_block * op.kv_heads;
   }
-  claim(claimed, ends[step_.sequences - 1], 1, [&](int64_t task) {
+  phase.share(ends[step_.sequences - 1], 1, [&](int64_t task) {
     const int64_t s = std::upper_bound(ends, ends + step_.sequences, task) - ends;
     const int64_t number = task - (s ? ends[s - 1] : 0), head = number % op.kv_heads;
     const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block;
@@ -1116,7 +1108,7 @@ struct Engine {
   bool tiles = false;
   Scratch shared;
   std::vector<Scratch> own;
-  std::vector<std::atomic<int64_t>> claims;
+  std::vector<Phase> phases;
 };
 
 }  // namespace
@@ -1138,26 +1130,21 @@ void engine_free(void* engine) { delete (Engine*)engine; }
 // Run the operations in order. Buffers are sized by the caller; weights have cols % 32 == 0, heads dims % 16 == 0.
 void run(void* handle, const Op* ops, int64_t count, const Step* step) {
   Engine& engine = *(Engine*)handle;
-  if ((int64_t)engine.claims.size() < count) engine.claims = std::vector<std::atomic<int64_t>>(count);
-  for (int64_t i = 0; i < count; i++) engine.claims[i].store(0, std::memory_order_relaxed);
+  if ((int64_t)engine.phases.size() < 2 * count) engine.phases = std::vector<Phase>(2 * count);
+  for (Phase& phase : engine.phases) phase.reset();
   // Shared rooms grow before threads hold pointers into them.
   for (int64_t i = 0; i < count; i++) {
     if (ops[i].kind != kLinear) continue;
     engine.shared.room(padded_tokens(step->tokens), ops[i].cols, true);
   }
-  Barrier barrier(engine.threads);
 #pragma omp parallel num_threads(engine.threads)
   {
     const int thread = omp_get_thread_num();
 #if defined(HAS_TILES)
     if (engine.tiles) configure_tiles();
 #endif
-    Walker walker(*step, thread, engine.threads, barrier, engine.claims.data(), engine.shared, engine.own[thread],
-                  engine.tiles);
-    for (int64_t i = 0; i < count; i++) {
-      walker.run(ops[i], engine.claims[i]);
-      barrier.wait();
-    }
+    Walker walker(*step, engine.threads, engine.shared, engine.own[thread], engine.tiles);
+    for (int64_t i = 0; i < count; i++) walker.run(ops[i], &engine.phases[2 * i]);
 #if defined(HAS_TILES)
     if (engine.tiles) _tile_release();
 #endif
