@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.patterns import dot_within_lines, flaw
 
 Format = dict[str, Any]
 
@@ -29,6 +30,17 @@ _LIMITS = frozenset(
     "items prefixItems additionalItems minItems maxItems properties patternProperties additionalProperties "
     "propertyNames required minProperties maxProperties anyOf oneOf allOf $ref".split()
 )
+# Whose limits the compiler forgets unless it is told the type.
+_OF_STRINGS = frozenset("minLength maxLength pattern format".split())
+_OF_NUMBERS = frozenset("multipleOf minimum maximum exclusiveMinimum exclusiveMaximum".split())
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# Formats that the compiler holds; others are annotations.
+_FORMATS = frozenset(
+    "date time date-time duration email hostname ipv4 ipv6 json-pointer relative-json-pointer uri uri-reference "
+    "uri-template uuid".split()
+)
+# Keywords beside which the compiler forgets all others.
+_ALONE = ("anyOf", "oneOf", "$ref", "enum", "const")
 # Where schemas stand inside a schema.
 _ONE = ("items", "additionalItems", "additionalProperties", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
@@ -59,6 +71,8 @@ def checked(form: Any, *, param: str, depth: int = 0) -> Format:
     """A format that a user gives, the schemas in it brought into our form. Raises ``InvalidRequest``."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{param}: is nested more than {MAX_DEPTH} levels deep", param=param)
+    if isinstance(form, Mapping) and form.get("type") == "regex" and isinstance(form.get("pattern"), str):
+        return {**form, **regex(form["pattern"], param=param)}
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         return {**form, "json_schema": json_schema(form.get("json_schema", True), param=param)["json_schema"]}
 
@@ -70,9 +84,11 @@ def checked(form: Any, *, param: str, depth: int = 0) -> Format:
     return {key: inner(value) for key, value in form.items()}
 
 
-def regex(pattern: str) -> Format:
-    """Text that ``pattern`` matches as a whole."""
-    return {"type": "regex", "pattern": pattern}
+def regex(pattern: str, *, param: str = "grammar") -> Format:
+    """Text that ``pattern`` matches as a whole. Raises ``InvalidRequest`` for what cannot be kept of it."""
+    if reason := flaw(pattern):
+        raise InvalidRequest(f"{param}: {reason}", param=param, code="invalid_grammar")
+    return {"type": "regex", "pattern": dot_within_lines(pattern)}
 
 
 def ebnf(grammar: str) -> Format:
@@ -100,6 +116,8 @@ class _Schemas:
             raise self._wrong("", f"the schema is nested more than {MAX_DEPTH} levels deep")
         schema = self._without_all_of(dict(schema), where)
         self._check(schema, where)
+        self._check_values(schema, where)
+        schema = self._typed(schema, where)
         for key in _ONE:
             if key in schema:
                 schema[key] = self.prepare(schema[key], f"{where}.{key}", depth + 1)
@@ -133,14 +151,53 @@ class _Schemas:
     def _check(self, schema: Mapping[str, Any], where: str) -> None:
         if unsupported := sorted(key for key in _UNSUPPORTED & schema.keys() if schema[key] is not False):
             raise self._wrong(f"{where}.{unsupported[0]}", "is not supported")
-        for key in ("anyOf", "oneOf", "$ref"):
+        for key in _ALONE:
             if key in schema and (others := sorted(_says(schema) - {key, "type"})):
                 raise self._wrong(f"{where}.{others[0]}", f"is not supported beside {key}")
-        if "pattern" in schema and (lengths := sorted({"minLength", "maxLength"} & schema.keys())):
-            raise self._wrong(f"{where}.{lengths[0]}", "is not supported beside pattern")
+        strings = sorted((_OF_STRINGS - {"format"}) & schema.keys())
+        if len(strings) > 1 and "pattern" in strings:
+            raise self._wrong(f"{where}.{strings[0]}", "is not supported beside pattern")
+        if strings and schema.get("format") in _FORMATS:
+            raise self._wrong(f"{where}.{strings[0]}", "is not supported beside format")
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise self._wrong(f"{where}.required", "must be a list of names")
+
+    def _check_values(self, schema: Mapping[str, Any], where: str) -> None:
+        for key in _SIZES:
+            size = schema.get(key, 0)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise self._wrong(f"{where}.{key}", "must be an integer of 0 or more")
+        reference = schema.get("$ref", "#")
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise self._wrong(f"{where}.$ref", "must be # or begin with #/: only this schema itself can be referred to")
+        expressions = [(f"{where}.pattern", schema.get("pattern", ""))]
+        if isinstance(named := schema.get("patternProperties"), Mapping):
+            expressions += [(f"{where}.patternProperties", name) for name in named]
+        for place, expression in expressions:
+            if not isinstance(expression, str):
+                raise self._wrong(place, "must be a string")
+            if reason := flaw(expression, in_json=True):
+                raise self._wrong(place, reason)
+
+    def _typed(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
+        """With the type that its limits are for, and those listed values that are of its type."""
+        says = _says(schema)
+        if not says & {"type", *_ALONE}:
+            if says & _OF_STRINGS:
+                schema["type"] = "string"
+            elif says & _OF_NUMBERS:
+                schema["type"] = "number"
+        kinds = _kinds(schema)
+        if "type" in schema and not kinds:
+            raise self._wrong(f"{where}.type", "must name a type")
+        if "multipleOf" in schema and ("number" in kinds or "integer" not in kinds):
+            raise self._wrong(f"{where}.multipleOf", "is supported only for integers")
+        if kinds and isinstance(schema.get("enum"), list):
+            schema["enum"] = [value for value in schema["enum"] if _is_of(value, kinds)]
+        if kinds and "const" in schema and not _is_of(schema["const"], kinds):
+            raise self._wrong(f"{where}.const", "is not of the type")
+        return schema
 
     def _wrong(self, where: str, what: str) -> InvalidRequest:
         place = f"{where.removeprefix('.')}: " if where else ""
@@ -152,11 +209,31 @@ def _says(schema: Mapping[str, Any]) -> set[str]:
     return schema.keys() & _LIMITS
 
 
+def _kinds(schema: Mapping[str, Any]) -> list[Any]:
+    """Its types; none if it has any type."""
+    kinds = schema.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
+def _is_of(value: Any, kinds: Sequence[Any]) -> bool:
+    match value:
+        case None:
+            return "null" in kinds
+        case bool():
+            return "boolean" in kinds
+        case str():
+            return "string" in kinds
+        case int() | float():
+            return "number" in kinds or ("integer" in kinds and value == int(value))
+        case list():
+            return "array" in kinds
+    return "object" in kinds
+
+
 def _opened(schema: dict[str, Any]) -> dict[str, Any]:
     """The compiler takes what is not named as forbidden, which suits objects with properties; where a schema says
     nothing at all about its members it means anything."""
-    kinds = schema.get("type", [])
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = _kinds(schema)
     if "array" in kinds and not schema.keys() & {"items", "prefixItems"}:
         schema["items"] = True
     required = schema.get("required", [])

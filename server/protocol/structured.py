@@ -121,13 +121,18 @@ def _object(value: Any, field: str) -> Format:
     return structured.json_object()
 
 
-def _text(make: Callable[[str], Format]) -> Callable[[Any, str], Format]:
-    def read(value: Any, field: str) -> Format:
-        if not isinstance(value, str) or not value:
-            raise InvalidRequest(f"{field}: must be a string, and not empty", param=field)
-        return make(value)
+def _regex(value: Any, field: str) -> Format:
+    return structured.regex(_text(value, field), param=field)
 
-    return read
+
+def _ebnf(value: Any, field: str) -> Format:
+    return structured.ebnf(_text(value, field))
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{field}: must be a string, and not empty", param=field)
+    return value
 
 
 def _choice(value: Any, field: str) -> Format:
@@ -155,9 +160,9 @@ def _json(text: str, field: str) -> Any:
 _READERS: dict[str, Callable[[Any, str], Format]] = {
     "json": _schema,
     "json_object": _object,
-    "regex": _text(structured.regex),
+    "regex": _regex,
     "choice": _choice,
-    "grammar": _text(structured.ebnf),
+    "grammar": _ebnf,
     "structural_tag": _tag,
 }
 # Of vLLM: how a grammar is made, where ours has no choice.

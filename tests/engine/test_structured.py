@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.structured import MAX_DEPTH, checked, json_schema
+from radixserve.engine.structured import MAX_DEPTH, checked, json_schema, regex
 
 
 def prepared(schema: Any) -> Any:
@@ -41,6 +41,14 @@ def prepared(schema: Any) -> Any:
             {"anyOf": [{"type": "integer"}, {"type": "array"}]},
             {"anyOf": [{"type": "integer"}, {"type": "array", "items": True}]},
         ),
+        ({"minLength": 3}, {"type": "string", "minLength": 3}),
+        ({"minimum": 3}, {"type": "number", "minimum": 3}),
+        ({"type": "string", "enum": ["a", 1, None]}, {"type": "string", "enum": ["a"]}),
+        ({"type": ["integer", "null"], "enum": [1, 1.5, True, None]}, {"type": ["integer", "null"], "enum": [1, None]}),
+        (
+            {"type": "string", "format": "password", "minLength": 8},
+            {"type": "string", "format": "password", "minLength": 8},
+        ),
         ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}, "uniqueItems": False}),
     ],
 )
@@ -62,6 +70,21 @@ def test_schemas_say_what_json_schema_means_by_silence(schema: Any, expected: An
         ({"items": [{}]}, "items: must be an object"),
         ({"anyOf": []}, "anyOf: "),
         ({"required": "a"}, "required: "),
+        ({"type": "string", "maxLength": -1}, "maxLength: must be"),
+        ({"type": "array", "minItems": True}, "minItems: must be"),
+        ({"type": []}, "type: must name"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf: is supported only for integers"),
+        ({"multipleOf": 2}, "multipleOf: is supported only for integers"),
+        ({"type": "string", "format": "date", "maxLength": 3}, "maxLength: is not supported beside format"),
+        ({"type": "string", "format": "date", "pattern": "a"}, "pattern: is not supported beside format"),
+        ({"enum": ["a", "abc"], "maxLength": 1}, "maxLength: is not supported beside enum"),
+        ({"type": "string", "const": 5}, "const: is not of the type"),
+        ({"$ref": "https://example.org/a.json"}, "$ref: must be # or begin with #/"),
+        ({"$defs": {"a": {"$anchor": "x"}}, "$ref": "#x"}, "$ref: must be"),
+        ({"pattern": 5}, "pattern: must be a string"),
+        ({"items": {"pattern": "(?=a)b"}}, "items.pattern: (?= is not supported"),
+        ({"pattern": 'say "x"'}, "pattern: quotes"),
+        ({"patternProperties": {"a$b": {}}}, "patternProperties: $ is supported only at the end"),
     ],
 )
 def test_what_no_grammar_can_hold_is_named(schema: Any, place: str) -> None:
@@ -93,3 +116,12 @@ def test_schemas_inside_structural_tags_are_prepared_too() -> None:
     assert inner == {"type": "json_schema", "json_schema": {"type": "array", "items": True}, "style": "json"}
     with pytest.raises(InvalidRequest, match="not: "):
         checked({"type": "tag", "content": {"type": "json_schema", "json_schema": {"not": {}}}}, param="x")
+
+
+@pytest.mark.parametrize(
+    "make", [regex, lambda pattern: checked({"type": "regex", "pattern": pattern}, param="grammar")]
+)
+def test_expressions_that_would_be_kept_in_part_are_refused(make: Any) -> None:
+    with pytest.raises(InvalidRequest, match="is supported only at the end") as refused:
+        make("a$b")
+    assert refused.value.code == "invalid_grammar"
