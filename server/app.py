@@ -16,15 +16,16 @@ from radixserve.engine.model_files import resolve_model
 from radixserve.engine.text.text_model import TextModel, load_text_model
 from radixserve.server.auth import read_api_keys
 from radixserve.server.engine_client import EngineClient
-from radixserve.server.errors import HANDLERS
+from radixserve.server.errors import HANDLERS, MESSAGES_PATH
 from radixserve.server.frontend import Frontend
 from radixserve.server.metrics import WorkerNumbers
 from radixserve.server.middleware import Gate, RequestIds
 from radixserve.server.openapi import describe
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.completions import CompletionRequest
+from radixserve.server.protocol.messages import CountTokensRequest, MessagesRequest
 from radixserve.server.protocol.responses import ResponsesRequest
-from radixserve.server.routes import generate, metrics, models, operation, page, responses, text
+from radixserve.server.routes import generate, messages, metrics, models, operation, page, responses, text
 from radixserve.server.routes.common import IGNORED_HEADER
 from radixserve.server.watchers import Watchers
 
@@ -32,13 +33,15 @@ _BODIES = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     text.TokenizeRequest,
     text.DetokenizeRequest,
     text.RenderRequest,
     operation.AbortBody,
 )
-_PARTS = (generate, responses, text, models, operation, metrics)
-_STREAMING_PATHS = (generate.CHAT_PATH, generate.COMPLETION_PATH, responses.RESPONSES_PATH)
+_PARTS = (generate, responses, messages, text, models, operation, metrics)
+_STREAMING_PATHS = (generate.CHAT_PATH, generate.COMPLETION_PATH, responses.RESPONSES_PATH, MESSAGES_PATH)
 
 
 def load_text(config: ServeConfig) -> TextModel:

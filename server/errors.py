@@ -1,4 +1,4 @@
-"""OpenAI's error format, ``{"error": {message, type, param, code}}``, for everything that can go wrong."""
+"""What can go wrong with a request, in OpenAI's form, ``{"error": {message, type, param, code}}``, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -49,12 +49,29 @@ class RequestFailed(RadixServeError):
 
 ApiError = InvalidRequest | RequestFailed
 
+MESSAGES_PATH = "/v1/messages"
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MESSAGES_TYPES = _TYPES | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None, *, path: str = ""
+) -> bytes:
+    """``path``: of the request, which decides the form."""
+    if is_messages_path(path):
+        return msgspec.json.encode(messages_error(status, message))
     kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def is_messages_path(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def messages_error(status: int, message: str) -> dict[str, Any]:
+    """In Anthropic's form."""
+    kind = _MESSAGES_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_event(error: ApiError) -> bytes:
@@ -62,11 +79,11 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error_body(error.status, error.message, error.param, error.code) + b"\n\n"
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
     headers = dict(headers or {})
     if isinstance(error, RequestFailed) and error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    body = error_body(error.status, error.message, error.param, error.code)
+    body = error_body(error.status, error.message, error.param, error.code, path=path)
     return Response(body, error.status, headers, "application/json")
 
 
@@ -100,18 +117,17 @@ def blaming(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-async def on_api_error(_: Request, error: Exception) -> Response:
+async def on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, InvalidRequest | RequestFailed)
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
-async def on_http_error(_: Request, error: Exception) -> Response:
+async def on_http_error(request: Request, error: Exception) -> Response:
     """404, 405 and the like, raised by the router."""
     assert isinstance(error, HTTPException)
     message = "no such route" if error.status_code == 404 else str(error.detail)
-    return Response(
-        error_body(error.status_code, message), error.status_code, dict(error.headers or {}), "application/json"
-    )
+    body = error_body(error.status_code, message, path=request.scope["path"])
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
 HANDLERS: dict[Any, Any] = {

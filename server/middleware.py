@@ -65,7 +65,7 @@ class Gate:
         if scope["method"] != "POST":
             # Only this one lasts. It does not count as work: a page left open must not hold up a shutdown.
             return await self._guard(_Call(scope, b"", receive, send), watch=scope["path"] == EVENTS_PATH)
-        body = await self._read(receive)
+        body = await self._read(scope["path"], receive)
         if isinstance(body, Response):
             return await body(scope, receive, send)
         if body is None:
@@ -79,24 +79,27 @@ class Gate:
         return None
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        authorization = headers.get("authorization")
+        authorization, path = headers.get("authorization"), scope["path"]
+        if authorization is None and "x-api-key" in headers:  # as Anthropic's clients send it
+            authorization = f"Bearer {headers['x-api-key']}"
         raw = None if authorization is None else authorization.encode("latin-1")
         try:
-            scope["state"]["tenant"] = self._keys.tenant(scope["method"], scope["path"], raw)
+            scope["state"]["tenant"] = self._keys.tenant(scope["method"], path, raw)
         except InvalidRequest as error:
-            return error_response(error, {"www-authenticate": "Bearer"})
+            return error_response(error, path, {"www-authenticate": "Bearer"})
         if scope["method"] == "POST" and scope["app"].state.frontend.draining:
             shutdown = RequestFailed("the server is shutting down", code="draining", retry_after_s=5)
-            return error_response(shutdown, {"connection": "close"})
+            return error_response(shutdown, path, {"connection": "close"})
         if int(headers.get("content-length") or 0) > self._max_body_bytes:
-            return self._too_large()
+            return self._too_large(path)
         return None
 
-    def _too_large(self) -> Response:
+    def _too_large(self, path: str) -> Response:
         limit = f"{self._max_body_bytes / 2**20:g} MiB"
-        return error_response(InvalidRequest(f"the body is larger than {limit}", code="body_too_large", status=413))
+        error = InvalidRequest(f"the body is larger than {limit}", code="body_too_large", status=413)
+        return error_response(error, path)
 
-    async def _read(self, receive: Receive) -> bytes | Response | None:
+    async def _read(self, path: str, receive: Receive) -> bytes | Response | None:
         """The whole body, a refusal of it, or None if the client left before it was complete."""
         body = bytearray()
         while True:
@@ -105,7 +108,7 @@ class Gate:
                 return None
             body += message.get("body", b"")
             if len(body) > self._max_body_bytes:
-                return self._too_large()
+                return self._too_large(path)
             if not message.get("more_body", False):
                 return bytes(body)
 
@@ -117,7 +120,7 @@ class Gate:
             if call.started:
                 raise  # uvicorn cuts the connection, so that the client sees a broken answer as broken
             failure = RequestFailed("internal error", status=500, code="internal_error")
-            await error_response(failure)(call.scope, call.receive, call.send)
+            await error_response(failure, call.scope["path"])(call.scope, call.receive, call.send)
 
 
 class _Call:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from radixserve.server.errors import is_messages_path
 from radixserve.server.protocol.fields import RequestModel
 
 _NULL = {"type": "null"}
@@ -28,9 +29,17 @@ _ERROR = {
         }
     },
 }
-_FAULT = {
-    "description": "The request was wrong or could not be served",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string", "minLength": 1}},
+        },
+    },
 }
 # Without a type: readers of this document see a string, or the events in it.
 _EVENT_STREAM = {
@@ -42,7 +51,7 @@ def describe(app: FastAPI, bodies: Iterable[type[RequestModel]], streaming_paths
     """``streaming_paths``: routes whose answer may be an event stream."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     # FastAPI's own form of validation errors never leaves this server.
-    schemas = {"Error": _ERROR}
+    schemas = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     for body in bodies:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {}) | {body.__name__: _with_nulls(schema)}
@@ -51,10 +60,15 @@ def describe(app: FastAPI, bodies: Iterable[type[RequestModel]], streaming_paths
         for operation in methods.values():
             responses = operation["responses"]
             responses.pop("422", None)
-            responses["default"] = _FAULT
+            responses["default"] = _fault("MessagesError" if is_messages_path(path) else "Error")
             if path in streaming_paths:
                 responses["200"]["content"] |= _EVENT_STREAM
     return document
+
+
+def _fault(schema: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {"description": "The request was wrong or could not be served", "content": content}
 
 
 def _with_nulls(schema: dict[str, Any]) -> dict[str, Any]:

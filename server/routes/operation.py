@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.server.protocol import responses_answer
+from radixserve.server.protocol import messages_answer, responses_answer
 from radixserve.server.protocol.fields import RequestModel
 from radixserve.server.routes.common import frontend_of, json_response, parsed, takes
 from radixserve.server.routes.generate import CHAT_PREFIX, COMPLETION_PREFIX
@@ -20,7 +20,7 @@ from radixserve.server.routes.generate import CHAT_PREFIX, COMPLETION_PREFIX
 router = APIRouter(tags=["operation"])
 
 # Before the request id, in the ids of answers.
-_ID_PREFIX = re.compile(f"^({CHAT_PREFIX}|{COMPLETION_PREFIX}|{responses_answer.PREFIX})")
+_ID_PREFIX = re.compile(f"^({CHAT_PREFIX}|{COMPLETION_PREFIX}|{responses_answer.PREFIX}|{messages_answer.PREFIX})")
 
 
 class AbortBody(RequestModel):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import anthropic
 import openai
 
 from radixserve.tests.contract.api import Api
@@ -28,8 +29,32 @@ def test_an_agent_on_responses_calls_two_tools_and_ends(api: Api) -> None:
             del left[call.name]
             result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULTS[call.name]}
             history += [*output, result]
+        fields["max_output_tokens"] = 8
         said = client.responses.create(input=history, **fields)
         history += [*said.output, {"role": "user", "content": "Go on."}]
         last = client.responses.create(input=history, **fields)
     assert said.output_text and said.usage is not None and last.usage is not None
     assert last.usage.input_tokens_details.cached_tokens >= said.usage.input_tokens - 1
+
+
+def test_an_agent_on_messages_calls_two_tools_and_ends(api: Api) -> None:
+    turns: list[Any] = [{"role": "user", "content": QUESTION}]
+    left = dict(SCHEMAS)
+    fields: Any = {"model": "smollm2-135m-instruct", "max_tokens": 40}
+    one: Any = {"type": "any", "disable_parallel_tool_use": True}
+    with anthropic.Anthropic(base_url=api.server.url, api_key="none", max_retries=0, timeout=60) as client:
+        while left:
+            tools: list[Any] = [{"name": name, "input_schema": left[name]} for name in left]
+            with client.messages.stream(messages=turns, tools=tools, tool_choice=one, **fields) as stream:
+                answer = stream.get_final_message()
+            assert answer.stop_reason == "tool_use"
+            (call,) = (block for block in answer.content if block.type == "tool_use")
+            assert call.input.keys() == left.pop(call.name)["properties"].keys()
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": RESULTS[call.name]}
+            turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        fields["max_tokens"] = 8
+        said = client.messages.create(messages=turns, **fields)
+        turns += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "Go on."}]
+        last = client.messages.create(messages=turns, **fields)
+    assert said.content[0].type == "text" and said.content[0].text
+    assert (last.usage.cache_read_input_tokens or 0) >= said.usage.input_tokens - 1

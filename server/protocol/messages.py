@@ -1,0 +1,155 @@
+"""The requests of /v1/messages and /v1/messages/count_tokens, and the chat requests that they mean."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from radixserve.engine.text.conversation import Message
+from radixserve.server.protocol.chat import ChatPromptRequest, ChatRequest
+from radixserve.server.protocol.fields import Harmless, RequestModel, Stop, only
+from radixserve.server.protocol.generation import SamplingFields
+from radixserve.server.protocol.message_turns import MESSAGES_SCHEMA, TEXT_SCHEMA, system_text, turn_messages
+from radixserve.server.protocol.tools import Function, Tool, ToolChoice, ToolName
+from radixserve.server.protocol.turns import function_only, with_system
+
+# Where a chat request has what these call otherwise.
+FIELD_NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "stop": "stop_sequences",
+}
+
+
+class MessagesTool(RequestModel):
+    name: ToolName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+
+    _no_built_in_tools = model_validator(mode="before")(function_only)
+
+    @property
+    def for_chat(self) -> Tool:
+        function = Function(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+class MessagesToolChoice(RequestModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> MessagesToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("type tool needs the name of a tool")
+        return self
+
+    @property
+    def for_chat(self) -> ToolChoice:
+        match self.type:
+            case "any":
+                return ToolChoice(mode="required")
+            case "tool":
+                return ToolChoice(mode="named", allowed=(self.name or "",))
+            case mode:
+                return ToolChoice(mode=mode)
+
+
+class Thinking(RequestModel):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1, description="Most tokens of thinking")
+    display: Annotated[str, only("summarized")] | None = None
+
+
+class JsonFormat(RequestModel):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    effort: str | None = Field(None, description="Handed to the chat template as reasoning_effort")
+    format: JsonFormat | None = None
+
+
+class MessagesPrompt(RequestModel):
+    """What makes the prompt."""
+
+    messages: Annotated[list[dict[str, Any]], BeforeValidator(turn_messages), WithJsonSchema(MESSAGES_SCHEMA)]
+    system: Annotated[str, BeforeValidator(system_text), WithJsonSchema(TEXT_SCHEMA)] = ""
+    tools: list[MessagesTool] = Field([], max_length=512)
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    chat_template_kwargs: dict[str, Any] = {}
+
+    cache_control: Harmless = None
+    speed: Harmless = None
+    user_profile_id: Harmless = None
+    workspace_id: Harmless = None
+
+    @property
+    def prompt_fields(self) -> dict[str, Any]:
+        """Of a ``ChatPromptRequest``. A last message of the assistant is one to go on with."""
+        return {
+            "messages": self.all_messages,
+            "continue_final_message": self.messages[-1]["role"] == "assistant",
+            "tools": [tool.for_chat for tool in self.tools],
+            "tool_choice": self.tool_choice.for_chat if self.tool_choice else None,
+            "reasoning_effort": self.output_config.effort,
+            "chat_template_kwargs": self._thinking_switch | self.chat_template_kwargs,
+        }
+
+    @property
+    def all_messages(self) -> list[Message]:
+        return with_system(self.system, self.messages)
+
+    @property
+    def _thinking_switch(self) -> dict[str, Any]:
+        """What the templates of models that think now and then are told; without it they do as they like."""
+        match self.thinking:
+            case Thinking(type="enabled" | "disabled" as kind):
+                return {"enable_thinking": kind == "enabled"}
+        return {}
+
+
+class CountTokensRequest(MessagesPrompt):
+    model: str | None = None
+
+    def for_chat(self) -> ChatPromptRequest:
+        """Raises ``InvalidRequest``; ``FIELD_NAMES`` says what its fields are called here."""
+        return ChatPromptRequest(**self.prompt_fields)
+
+
+class MessagesRequest(SamplingFields, MessagesPrompt):
+    max_tokens: int = Field(ge=1, description="Limited to the room left in the context")
+    stop_sequences: Stop = []
+
+    container: Annotated[object, only()] = None
+    mcp_servers: Annotated[object, only([])] = None
+
+    diagnostics: Harmless = None
+    inference_geo: Harmless = None
+    metadata: Harmless = None
+    service_tier: Harmless = None
+
+    def for_chat(self, max_model_len: int) -> ChatRequest:
+        """Raises ``InvalidRequest``. Clients must send a limit, and do not know the context's length (in tokens):
+        a higher one means all there is."""
+        form, choice = self.output_config.format, self.tool_choice
+        described = {"type": "json_schema", "json_schema": {"schema": form.json_schema}} if form else None
+        return ChatRequest(
+            **self.given_sampling_fields,
+            **self.prompt_fields,
+            max_completion_tokens=min(self.max_tokens, max_model_len),
+            stop=self.stop_sequences,
+            response_format=described,
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+            thinking_token_budget=self.thinking.budget_tokens if self.thinking else None,
+        )
