@@ -8,9 +8,13 @@ nobody looks at it. So the connection offers an extension of ASGI: once a chunke
 from __future__ import annotations
 
 import asyncio
+import sys
 
+import httptools
 from starlette.types import Scope
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from radixserve.server.limits import LimitedProtocol
 
@@ -35,11 +39,46 @@ class ChunkWriter:
 
 
 class Connection(LimitedProtocol):
-    """Tells of each request's scope how to write its chunks."""
+    """Tells of each request's scope how to write its chunks. Tells the request that is being answered when its client
+    goes, not just the last one that was read. Answers requests that ask for another protocol, which nobody has here,
+    as if they had not asked."""
+
+    _answered: RequestResponseCycle | None = None
+    _data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {_EXTENSION: {"writer": ChunkWriter(self.transport, self.flow)}}
+
+    def handle_websocket_upgrade(self) -> None:
+        """Called with a request that asks for any protocol. The parser has passed over its body, so what came is read
+        once more, with another parser and without the header (a server may ignore it: RFC 9110, section 7.8)."""
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        version, method = self.parser.get_http_version().encode(), self.parser.get_method()
+        head = [method, b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join([*head, b"\r\n", self._data[upgrade.args[0] :]]))
+
+    def _should_upgrade(self) -> bool:
+        return self._get_upgrade() is not None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
 
 def chunk_writer(scope: Scope) -> ChunkWriter | None:
