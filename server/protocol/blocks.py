@@ -19,7 +19,7 @@ Kind = type[Content] | type[Reasoning] | type[CallStart]
 @dataclass(slots=True)
 class Block:
     """``pieces``: of its text or, of a call, of its arguments. ``call`` says what is called. ``cut``: it is the last,
-    and the limit of tokens ended it."""
+    and the limit of tokens, or a failure, ended it."""
 
     index: int
     kind: Kind

@@ -66,6 +66,8 @@ class ResponsesAnswer(BlockAnswer):
         return self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: ApiError) -> bytes:
+        if self._blocks:
+            self._blocks[-1].cut = True
         code = {429: "rate_limit_exceeded"}.get(
             error.status, "server_error" if error.status >= 500 else "invalid_prompt"
         )

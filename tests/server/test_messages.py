@@ -168,6 +168,21 @@ def test_tokens_are_counted_without_an_answer(own: httpx.Client, thinker: Servic
     assert len(thinker.engine.submits) == before
 
 
+def test_formats_budgets_and_choices_reach_the_engine(own: httpx.Client, thinker: Service) -> None:
+    def grammar(**fields: Any) -> str:
+        answer(own, ask("x", tools=TOOLS, **fields))
+        return json.dumps(json.loads(str(thinker.engine.submits[-1].sampling.grammar or "null")))
+
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"x": {"const": 7}}}}
+    assert '"const": 7' in grammar(output_config={"format": form, "effort": "low"})
+    assert '"max_tokens": 9' in grammar(thinking={"type": "enabled", "budget_tokens": 9})
+    several = grammar(tool_choice={"type": "any"})
+    assert "add" in several and "now" in several and '"repeat"' in several
+    assert '"repeat"' not in grammar(tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    assert "add" not in grammar(tool_choice={"type": "tool", "name": "now"})
+    assert grammar(tool_choice={"type": "none"}) == "null"
+
+
 def test_what_is_not_supported_is_refused_by_name(own: httpx.Client) -> None:
     def block(**fields: Any) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": [fields]}]}

@@ -43,8 +43,8 @@ def client(thinker: Service) -> Iterator[openai.OpenAI]:
         yield openai_client
 
 
-def ask(text: str, **fields: Any) -> dict[str, Any]:
-    return {"input": f"<<{text}{' ' * text.endswith('>')}>>", **fields}
+def ask(said: str, **fields: Any) -> dict[str, Any]:
+    return {"input": f"<<{said}{' ' * said.endswith('>')}>>", **fields}
 
 
 def answer(own: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
@@ -151,6 +151,7 @@ def test_streams_that_fail_say_so_last(own: httpx.Client) -> None:
     found = events(own, ask("Hello{fail}"))
     assert found[-1]["type"] == "response.failed"
     assert found[-1]["response"]["error"]["code"] == "server_error"
+    assert [item["status"] for item in found[-1]["response"]["output"]] == ["incomplete"]
     refusal = own.post(RESPONSES, json=ask("{reject}", stream=True))
     assert refusal.status_code == 429 and refusal.json()["error"]["code"] == "queue_full"
 
@@ -177,6 +178,17 @@ def test_items_become_the_turns_of_a_chat(own: httpx.Client, thinker: Service) -
         "|system\nBe kind.\n\nBe brief.|\n|user\ngo\non|\n|assistant\nI call."
         '{"n": 1}{}|\n|tool\n2|\n|tool\nnoon|\n|assistant\n'
     )
+
+
+def test_formats_efforts_and_choices_reach_the_engine_and_are_told(own: httpx.Client, thinker: Service) -> None:
+    form = {"type": "json_schema", "name": "p", "schema": {"type": "object", "properties": {"x": {"const": 7}}}}
+    whole = answer(own, ask("x", text={"format": form}, reasoning={"effort": "low", "summary": "auto"}, top_p=0.5))
+    assert '"const": 7' in json.dumps(json.loads(str(thinker.engine.submits[-1].sampling.grammar)))
+    assert (whole["text"], whole["reasoning"]["effort"], whole["top_p"]) == ({"format": form}, "low", 0.5)
+    choice = {"type": "function", "name": "now"}
+    assert answer(own, ask("x", tools=TOOLS, tool_choice=choice))["tool_choice"] == choice
+    grammar = str(thinker.engine.submits[-1].sampling.grammar)
+    assert "now" in grammar and "add" not in grammar
 
 
 def test_what_is_not_supported_is_refused_by_name(own: httpx.Client) -> None:
