@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from radixserve.server.protocol.messages import CountTokensRequest, MessagesRequ
 from radixserve.server.protocol.responses import ResponsesRequest
 from radixserve.server.routes import generate, messages, metrics, models, operation, page, responses, text
 from radixserve.server.routes.common import IGNORED_HEADER
+from radixserve.server.tracing import TraceParents, tracer_from
 from radixserve.server.watchers import Watchers
 
 _BODIES = (
@@ -55,9 +57,12 @@ def build_app(
 ) -> FastAPI:
     """The application; it connects to the engine, and starts to load the tokenizer, when it is started up.
 
-    Raises ``ConfigError`` when the file of API keys is wrong."""
+    Raises ``ConfigError`` when the file of API keys is wrong, or traces are wanted without their packages."""
     worker_numbers = WorkerNumbers(Path(engine_address.removeprefix("ipc://")).parent)
-    client = EngineClient(engine_address, config.health_timeout, config.watchdog_timeout, worker_numbers.numbers)
+    tracer = tracer_from(os.environ)
+    client = EngineClient(
+        engine_address, config.health_timeout, config.watchdog_timeout, worker_numbers.numbers, tracer
+    )
     frontend = Frontend(config, client, worker_numbers, load_text)
 
     @asynccontextmanager
@@ -86,6 +91,8 @@ def build_app(
             expose_headers=["x-request-id", IGNORED_HEADER],
         )
     app.add_middleware(RequestIds)
+    if tracer is not None:
+        app.add_middleware(TraceParents)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way
     return app
 

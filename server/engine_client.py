@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 import zmq
+from opentelemetry.trace import Tracer
 
 from radixserve.engine.messages import (
     Abort,
@@ -38,6 +39,7 @@ from radixserve.engine.messages import (
 from radixserve.server.engine_process import EngineProcess
 from radixserve.server.errors import RequestFailed
 from radixserve.server.metrics import Numbers, RequestMeter
+from radixserve.server.tracing import RequestSpan
 
 log = logging.getLogger("radixserve.server")
 
@@ -90,10 +92,18 @@ class EngineClient:
     one event loop: ``start`` and ``close`` are called there, and so is everything else.
     """
 
-    def __init__(self, address: str, health_timeout_s: float, watchdog_s: float, numbers: Numbers):
+    def __init__(
+        self,
+        address: str,
+        health_timeout_s: float,
+        watchdog_s: float,
+        numbers: Numbers,
+        tracer: Tracer | None = None,
+    ):
         self._address = address
         self._health_timeout_s = health_timeout_s
         self._watchdog_s = watchdog_s
+        self._tracer = tracer
         self._uids = itertools.count(1)
         self._numbers = numbers
         self._open: dict[int, _Open] = {}
@@ -165,7 +175,9 @@ class EngineClient:
             raise RequestFailed(f"the engine is not ready: {health.reason}", code="engine_" + health.status)
         if not self._send(request):
             raise RequestFailed("the engine does not take requests", code="engine_unreachable", retry_after_s=1)
-        self._open[request.uid] = _Open(sink, RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES))
+        span = None if self._tracer is None else RequestSpan(self._tracer, request)
+        meter = RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, span)
+        self._open[request.uid] = _Open(sink, meter)
 
     def abort(self, uid: int) -> None:
         """The caller wants no more events of ``uid``; nothing happens if it has ended."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from radixserve.engine.messages import TokenEvent
+from radixserve.server.tracing import RequestSpan
 
 log = logging.getLogger("radixserve.server")
 
@@ -87,7 +88,8 @@ class Numbers(msgspec.Struct):
 
 
 class RequestMeter:
-    """Watches one request of the engine, from its ``Submit`` to its one end, and counts it in ``numbers``."""
+    """Watches one request of the engine, from its ``Submit`` to its one end, and counts it in ``numbers``; ``span`` is
+    told what happens to it."""
 
     __slots__ = (
         "_ended",
@@ -97,10 +99,12 @@ class RequestMeter:
         "_num_prompt_tokens",
         "_num_tokens",
         "_numbers",
+        "_span",
         "_submitted_at",
     )
 
-    def __init__(self, numbers: Numbers, num_prompt_tokens: int) -> None:
+    def __init__(self, numbers: Numbers, num_prompt_tokens: int, span: RequestSpan | None = None) -> None:
+        self._span = span
         self._numbers = numbers
         self._gaps = numbers.histograms["inter_token_latency_seconds"]
         self._num_prompt_tokens = num_prompt_tokens
@@ -134,6 +138,8 @@ class RequestMeter:
         if event.queue_s is not None and event.prefill_s is not None:
             histograms["request_queue_time_seconds"].observe(event.queue_s)
             histograms["request_prefill_time_seconds"].observe(event.prefill_s)
+        if self._span is not None:
+            self._span.first_token(event, now - self._submitted_at)
 
     def succeeded(self, reason: str) -> None:
         """Its answer is complete. ``reason``: stop or length."""
@@ -159,6 +165,8 @@ class RequestMeter:
         if not self._ended:
             self._ended = True
             self._numbers.count(counter, label)
+            if self._span is not None:
+                self._span.end(counter, label, prompt_tokens=self._num_prompt_tokens, generated_tokens=self._num_tokens)
 
 
 class WorkerNumbers:

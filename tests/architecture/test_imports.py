@@ -93,7 +93,7 @@ def test_importing_the_package_or_its_command_line_loads_next_to_nothing() -> No
 def test_every_imported_package_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requirements = project["dependencies"] + extras["cuda"] + extras["plot"]
+    requirements = project["dependencies"] + extras["cuda"] + extras["otel"] + extras["plot"]
     declared = {_normal(re.split(r"[<>=; \[]", requirement)[0]) for requirement in requirements}
     owners = packages_distributions()
 
