@@ -74,7 +74,10 @@ class XGrammars:
 
     def _check_speed(self, compiled: Any) -> None:
         matcher, words = _Matcher(compiled, self._last_word), np.empty(mask_words(self._vocab_size), np.int32)
-        matcher.fill_mask(words)  # what is made on first use
+        try:
+            matcher.fill_mask(words)  # what is made on first use
+        except ConstraintFailed as error:
+            raise InvalidRequest(f"cannot be kept: {error}", param="grammar", code="invalid_grammar") from error
         before = time.thread_time()
         matcher.fill_mask(words)
         if time.thread_time() - before > _MAX_FIRST_MASK_S:

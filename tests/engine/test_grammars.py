@@ -72,6 +72,7 @@ def test_what_was_compiled_is_cached_and_requests_do_not_share_their_place(sourc
         ({"type": "grammar", "grammar": "root ::= other"}, "other"),
         ({"type": "json_schema", "json_schema": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"type": "no_such_format"}, "format"),
+        ({"type": "grammar", "grammar": "root ::= root"}, "cannot be kept: no token"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_reason(source: XGrammars, form: Any, reason: str) -> None:
