@@ -63,7 +63,7 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
         frontends.tell_all(EngineStatus(os.getpid(), "failed", str(error)))
         frontends.close()
         return lifeline.EXIT_HOPELESS
-    _say_ready(built.description, os.environ.get(lifeline.URL_VARIABLE))
+    _say_ready(built.description, os.environ.get(lifeline.URL_VARIABLE), has_page=config.page != "off")
     ready = EngineStatus(
         os.getpid(), "ready", built.description, 1.0, max_model_len=built.max_model_len, vocab_size=built.vocab_size
     )
@@ -75,10 +75,11 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
     return 0
 
 
-def _say_ready(description: str, url: str | None) -> None:
+def _say_ready(description: str, url: str | None, *, has_page: bool) -> None:
     """Tell people what was built and how to use it; on standard output, which may be closed or full."""
     lines = ["radixserve is ready", *description.split("; ")]
     if url is not None:
+        lines += [f"page at {url}/"] if has_page else []
         body = '{"messages": [{"role": "user", "content": "Hello"}]}'
         lines.append(f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
     with contextlib.suppress(OSError):

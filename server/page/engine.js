@@ -26,6 +26,14 @@ export class Engine {
       byId("speed").value = "0";
       this.setPaused(false);
     });
+    document.addEventListener("visibilitychange", () => {
+      if (this.outOfSight) this.connection?.abort();
+    });
+  }
+
+  /** In a tab in the background nobody looks, unless what is paused will be looked at later. */
+  get outOfSight() {
+    return document.hidden && !this.paused;
   }
 
   get paused() {
@@ -34,6 +42,7 @@ export class Engine {
 
   async watch() {
     for (;;) {
+      while (this.outOfSight) await new Promise((seen) => document.addEventListener("visibilitychange", seen, { once: true }));
       this.connection = new AbortController();
       try {
         const response = await call("/engine/events", { signal: this.connection.signal });
@@ -85,6 +94,8 @@ export class Engine {
   schedule() {
     clearTimeout(this.timer);
     const pauseMs = Number(byId("speed").value);
+    // Read aloud only what is played slowly enough to listen to.
+    byId("event-now").setAttribute("aria-live", this.paused || pauseMs ? "polite" : "off");
     if (!this.paused && pauseMs === 0) {
       // What was marked stays until there is something new to mark.
       if (this.queue.some((item) => item.kind in MARKS)) this.tree.clearMarks();

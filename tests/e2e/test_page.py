@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import pytest
 
 from radixserve.tests.e2e.browser import Tab, find_chromium, running_browser
 from radixserve.tests.e2e.server_process import RunningServer
+from radixserve.tests.server.fake_engine import TREE_TEXT
+from radixserve.tests.server.service import running_service
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt install chromium")
 
 FACTS = "document.querySelector('.message.assistant:last-child .hint').textContent"
+FITS = "[...document.querySelectorAll('section')].every((part) => part.scrollWidth <= part.clientWidth)"
 IDLE = "document.getElementById('stop').disabled"
 
 
@@ -66,6 +70,7 @@ def test_a_chat_streams_and_tells_what_each_answer_cost(tab: Tab, images: Path |
     assert "(0 cached)" not in tab.evaluate(FACTS), "the second turn finds the first in the cache"
     assert "<b>Italy</b>" in tab.text(".message.user:nth-child(3) p"), "what users write is text, not HTML"
     tab.wait_for("document.querySelector('#latency td').textContent !== '–'")
+    assert tab.evaluate(FITS), "nothing sticks out of its frame"
     if images is not None:
         tab.wait_for("document.querySelectorAll('.node').length > 1")
         tab.screenshot(images / "page.png")
@@ -129,7 +134,26 @@ def test_a_phone_and_dark_mode_have_a_page_of_their_own(tab: Tab, images: Path |
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
     tab.wait_for("document.querySelector('.node') !== null")
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360, "nothing is wider than the phone"
+    assert tab.evaluate(FITS)
     small = "[...document.querySelectorAll('button')].filter((b) => b.offsetParent && b.offsetHeight < 40).length"
     assert tab.evaluate(small) == 0, "fingers can hit the buttons"
     if images is not None:
         tab.screenshot(images / "page_phone_dark.png")
+
+
+def test_a_server_with_keys_is_asked_with_the_one_that_the_reader_gives(browser: Tab) -> None:
+    is_open = "document.getElementById('key-dialog').open"
+    with tempfile.TemporaryDirectory() as folder, running_service(Path(folder), api_key=("k-one",)) as service:
+        browser.open(service.url)
+        for key in ("k-wrong", "k-one"):
+            browser.wait_for(is_open)
+            assert browser.evaluate("document.activeElement.id") == "key"
+            browser.write(key)
+            browser.press("Enter")
+        browser.wait_for(f"!{is_open} && document.getElementById('health').textContent === 'ready'")
+        browser.wait_for("document.querySelector('.node .text') !== null")
+        assert browser.text(".node .text") == TREE_TEXT, "not HTML, whatever a prompt says"
+        ask(browser, "<<<img src=x>&amp;>>", max_tokens=40)
+        answered(browser, 1)
+        assert browser.text(".message.assistant p") == "<img src=x>&amp;"
+        assert "k-one" not in browser.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
