@@ -97,10 +97,10 @@ def test_people_are_told_what_is_ready_and_how_to_use_it(tmp_path: Path) -> None
     environment = {**os.environ, lifeline.URL_VARIABLE: "http://host:1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(3)]
+        lines = [process.stdout.readline() for _ in range(4)]
         process.kill()
-    assert lines[:2] == ["radixserve is ready\n", "  a fake\n"]
-    assert lines[2].startswith("  curl http://host:1/v1/chat/completions ")
+    assert lines[:3] == ["radixserve is ready\n", "  a fake\n", "  page at http://host:1/\n"]
+    assert lines[3].startswith("  curl http://host:1/v1/chat/completions ")
 
 
 def test_a_deadlocked_engine_is_silent_and_tells_where_it_hangs_when_it_is_aborted(tmp_path: Path) -> None:
