@@ -44,6 +44,7 @@ export class Engine {
     for (;;) {
       while (this.outOfSight) await new Promise((seen) => document.addEventListener("visibilitychange", seen, { once: true }));
       this.connection = new AbortController();
+      this.begun = false;
       try {
         const response = await call("/engine/events", { signal: this.connection.signal });
         if (!response.ok) throw new Error(await errorOf(response));
@@ -69,6 +70,9 @@ export class Engine {
   }
 
   onView(view) {
+    // A view that was on its way when this page connected tells what changed in a picture that others have.
+    this.begun ||= view.tree !== null;
+    if (!this.begun) return;
     this.now = view.at;
     this.tree.pageSize = view.page_size;
     this.tree.withText = view.with_text;
