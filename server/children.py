@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _HINTS = {
-    "SIGKILL": " (often the kernel's answer to a lack of memory: lower --num-pages or --max-model-len, or allow more)",
+    "SIGKILL": " (often the kernel's answer to a lack of memory: lower --num-pages or --max-model-len, or allow more; "
+    "or the watchdog, if it says so above)",
     "SIGABRT": " (a crash in native code, or the watchdog; where it was stands above)",
 }
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal was closed
