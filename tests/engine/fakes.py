@@ -275,7 +275,7 @@ class FakeGrammars:
         if grammar == "bad":
             raise InvalidRequest("cannot be compiled", param="grammar", code="invalid_grammar")
         if grammar.startswith("slow"):
-            self.release.wait(10)
+            self.release.wait(60)
         self.compiled.append(grammar)
         return Counting(int(grammar.split()[-1]))
 
