@@ -19,6 +19,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from radixserve.server.limits import LimitedProtocol
 
 _EXTENSION = "radixserve.chunks"
+# Requests that may wait behind the one being answered before the client has to.
+_PIPELINED = 8
 
 
 class ChunkWriter:
@@ -55,6 +57,13 @@ class Connection(LimitedProtocol):
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
+
+    def on_headers_complete(self) -> None:
+        """A request behind the one being answered stops uvicorn from reading on. Then nobody would hear that the client
+        has gone, so a few of them are taken in."""
+        super().on_headers_complete()
+        if 0 < len(self.pipeline) <= _PIPELINED:
+            self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -42,15 +43,19 @@ def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(servic
         assert answer(client) == "three"
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_the_request_being_answered_and_those_behind_it(
-    service: Service, stream: bool
+    service: Service, stream: bool, late: bool
 ) -> None:
-    ids = [f"pipelined-{stream}-{i}" for i in range(3)]
+    ids = [f"pipelined-{stream}-{late}-{i}" for i in range(3)]
     client = socket.create_connection(service.address, timeout=10)
     for request_id in ids:
         body = {"prompt": "{silent}", "ignore_eos": True, "stream": stream, "request_id": request_id}
         client.sendall(request_bytes(body))
+        if late:  # what comes now finds an answer under way
+            wait_until(lambda: any(r.submit.request_id == ids[0] for r in list(service.engine.running.values())))
+            time.sleep(0.05)
     wait_until(lambda: any(r.submit.request_id == ids[0] for r in list(service.engine.running.values())))
     client.close()
     wait_until(lambda: ids[0] in service.engine.aborted)
