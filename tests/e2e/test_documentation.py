@@ -57,7 +57,17 @@ def run_python(code: str, name: str) -> None:
         exec(compile(code, name, "exec"), {"__name__": "__main__"})  # noqa: S102
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=name_of)
+# Their subjects have tests of their own with the default model, in tests/contract.
+_SLOW_PAGES = ("structured_output.md", "tool_calling.md")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[pytest.mark.soak] if block.page in _SLOW_PAGES else [], id=name_of(block))
+        for block in blocks("python")
+    ],
+)
 def test_python_of_the_pages_runs(block: Block, server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     run_python(for_server(block.code, server), name_of(block))
     assert capsys.readouterr().out.strip()

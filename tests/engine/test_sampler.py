@@ -168,9 +168,9 @@ def test_filters_keep_the_right_tokens_in_proportion(rules: dict[str, Any], kept
 
 
 def test_top_p_of_a_flat_distribution_needs_more_than_the_head() -> None:
-    """0.9 of 2000 equal tokens is 1800 of them; equal ones stay together."""
-    found = frequencies(sampled(top_p=0.9), torch.zeros(2000), draws=20_000)
-    assert (found > 0).sum() > 1900  # all 2000 but for chance
+    """0.9 of 1000 equal tokens is 900 of them; equal ones stay together."""
+    found = frequencies(sampled(top_p=0.9), torch.zeros(1000), draws=8000)
+    assert (found > 0).sum() > 950  # all 1000 but for chance
 
 
 def test_top_p_sets_of_a_smooth_distribution_match_a_sort() -> None:
