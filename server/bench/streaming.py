@@ -113,14 +113,22 @@ class Connection(asyncio.Protocol):
 
     async def post(self, request: bytes, answer: Answer) -> None:
         """Send ``request`` and read all of ``answer``. Raises OSError when the connection breaks."""
-        loop = asyncio.get_running_loop()
-        if self._transport is None or time.perf_counter() - self._idle_since > _MAX_IDLE_S:
-            self.close()
-            self._parser = httptools.HttpResponseParser(self)
-            await loop.create_connection(lambda: self, *self._target.address, ssl=self._tls)
+        if self._transport is not None and time.perf_counter() - self._idle_since < _MAX_IDLE_S:
+            try:
+                return await self._exchange(request, answer)
+            except OSError:
+                if answer.status:
+                    raise
+            # Closed after the last answer without a word, as llama.cpp's server does: it has not read the request.
+        self.close()
+        self._parser = httptools.HttpResponseParser(self)
+        await asyncio.get_running_loop().create_connection(lambda: self, *self._target.address, ssl=self._tls)
+        await self._exchange(request, answer)
+
+    async def _exchange(self, request: bytes, answer: Answer) -> None:
         assert self._transport is not None
         self._answer: Answer = answer
-        self._done: asyncio.Future[None] = loop.create_future()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
             await self._done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import statistics
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from radixserve.engine.errors import ConfigError
-from radixserve.server.bench.streaming import Answer
+from radixserve.server.bench.streaming import Answer, Connection, Target
 from radixserve.server.bench.workload import Workload, arrivals
 from radixserve.server.cli import main
 from radixserve.tests.server.service import Service
@@ -156,3 +157,25 @@ def test_chunks_are_told_apart_however_they_are_cut_and_spaced() -> None:
             answer.feed(float(now), stream[start : start + size])
         assert len(answer.times) == 2 and answer.text() == 'a "content": "bc'
         assert answer.usage() == {"prompt_tokens": 5, "completion_tokens": 2} and answer.error() is None
+
+
+async def test_a_connection_that_was_closed_without_a_word_is_opened_again() -> None:
+    num_connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.readuntil(b"{}")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        target = Target(f"http://{host}:{port}")
+        connection = Connection(target, None)
+        for _ in range(3):
+            answer = Answer()
+            await connection.post(target.request(b"{}"), answer)
+            assert answer.status == 200
+        connection.close()
+    assert num_connections == 3
