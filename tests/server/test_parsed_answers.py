@@ -1,17 +1,13 @@
 """Answers with reasoning and tool calls: their shapes, whole and streamed, and in the eyes of the openai client."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pydantic
-import pytest
 
-from radixserve.tests.server.byte_model import TEMPLATE, write_byte_model
-from radixserve.tests.server.service import CHAT, Service, running_service
+from radixserve.tests.server.service import CHAT, Service
 from radixserve.tests.server.test_answers import events
 
 TOOLS: list[Any] = [
@@ -26,27 +22,6 @@ TWO_CALLS = (
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
 THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = Path(tmp_path_factory.mktemp("t"))
-    # Knows of tools, and says so in few tokens: a context is 512 bytes here.
-    model = write_byte_model(folder / "model", template=TEMPLATE + "{% if tools %}T{% endif %}")
-    with running_service(folder, model=str(model), reasoning_parser="qwen3") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def own(thinker: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=thinker.url, timeout=20) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(thinker: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0, timeout=20) as openai_client:
-        yield openai_client
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:

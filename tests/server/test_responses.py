@@ -2,18 +2,14 @@
 
 import functools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from radixserve.tests.server.byte_model import TEMPLATE, write_byte_model
-from radixserve.tests.server.service import Service, running_service
+from radixserve.tests.server.service import Service
 from radixserve.tests.server.test_disconnects import connect, request_bytes, vanish
 from radixserve.tests.server.test_parsed_answers import THOUGHT, TWO_CALLS
 
@@ -21,26 +17,6 @@ RESPONSES = "/v1/responses"
 TOOLS: list[Any] = [
     {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}} for name in ("add", "now")
 ]
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = Path(tmp_path_factory.mktemp("r"))
-    model = write_byte_model(folder / "model", template=TEMPLATE + "{% if tools %}T{% endif %}")
-    with running_service(folder, model=str(model), reasoning_parser="qwen3") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def own(thinker: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=thinker.url, timeout=20) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(thinker: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0, timeout=20) as openai_client:
-        yield openai_client
 
 
 def ask(said: str, **fields: Any) -> dict[str, Any]:
