@@ -1,4 +1,4 @@
-"""Decides what each step computes, for which requests and on which pages. Plain Python and numpy, no torch.
+"""Decides which requests run, what each step computes, and what ends a request. Plain Python and numpy, no torch.
 
 ``docs/scheduler.md`` explains the rules; in short, a step is the decodes of all running requests and, within the
 token budget, chunks of the prompts that are being computed.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -19,11 +19,12 @@ from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask
 from radixserve.engine.messages import EngineStats, Outputs, Rejected, Submit, TokenLogprobs
 from radixserve.engine.outbox import Outbox
 from radixserve.engine.pace import PrefillPace
+from radixserve.engine.planner import StepPlanner
 from radixserve.engine.policy import POLICIES
-from radixserve.engine.prefill import decode_limit, share_budget
+from radixserve.engine.prefill import decode_limit
 from radixserve.engine.request import Request, RequestKey, refusal
-from radixserve.engine.running import RunningRequests, unfinished
-from radixserve.engine.step import Int32s, PrefillChunk, RowSetup, StepPlan, StepResult
+from radixserve.engine.running import RunningRequests
+from radixserve.engine.step import Int32s, PrefillChunk, StepPlan, StepResult
 from radixserve.kvcache.manager import CacheManager
 
 RETRY_AFTER_S = 1.0
@@ -31,7 +32,6 @@ RETRY_AFTER_S = 1.0
 _NOT_FINITE = "the model's output for this request was not finite"
 
 PromptLogprobs = dict[int, list[TokenLogprobs | None]]  # by row
-Share = tuple[Request, int]  # a request and the number of its known tokens that the next step computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class Scheduler:
         self._seeds = random.Random(seed)  # noqa: S311 (not for secrets)
         self._requests: dict[RequestKey, Request] = {}  # accepted and not ended
         self._running = RunningRequests(cache, tells_shared=tells_shared)
+        self._planner = StepPlanner(cache, self._running, limits.eos_token_ids)
         self._admission = Admission(
             cache,
             self._running,
@@ -201,9 +202,13 @@ class Scheduler:
                 budget = self._pace.limit(budget)
             if not retracted:  # else who had to step back would return at once
                 self._count_prompts(self._admission.admit(budget))
-            shares = self._share(budget)
-            if self._reserve_pages(decode_rows, shares):
-                return self._plan(decode_rows, shares) if len(decode_rows) or shares else None
+            shares = self._planner.share(budget)
+            if not len(decode_rows) and not shares:
+                return None
+            if self._planner.reserve_pages(decode_rows, shares):
+                self._outbox.counters.steps += 1
+                self._pace.planned()
+                return self._planner.plan(self._outbox.counters.steps, decode_rows, shares)
             if self.steps_in_flight:
                 return None
             self._retract(max(self._running.by_row.values(), key=self._rank))
@@ -277,29 +282,12 @@ class Scheduler:
             vocab_size=self._limits.vocab_size,
         )
 
-    # ---- the next plan ----
-
     def _count_prompts(self, started: Iterable[Request]) -> None:
         for request in started:
             if request.cached_tokens is None:  # not when it comes back from a retraction
                 request.cached_tokens, request.admitted_at = request.computed, self._clock()
                 self._outbox.counters.prompt_tokens += request.prompt_len
                 self._outbox.counters.cached_tokens += request.cached_tokens
-
-    def _share(self, budget: int) -> list[Share]:
-        prefills = unfinished(self._running.prefills)
-        sizes = share_budget([request.unfinished for request in prefills], budget)
-        return [(request, size) for request, size in zip(prefills, sizes, strict=True) if size]
-
-    def _reserve_pages(self, decode_rows: Int32s, shares: Sequence[Share]) -> bool:
-        """Pages for all that the step stores. False when they are short; what was reserved so far is kept."""
-        if not self._cache.extend_decodes(decode_rows, self._running.decodes.next_lens(decode_rows)):
-            return False
-        for request, size in shares:
-            assert request.lease is not None
-            if not self._cache.extend(request.lease, request.computed + size):
-                return False
-        return True
 
     def _retract(self, request: Request) -> None:
         """Take the row and pages of a running request and let it wait again. What it computed stays in the prefix
@@ -308,38 +296,6 @@ class Scheduler:
         self._running.leave(request)
         self._admission.waiting.add(request)
         self._outbox.counters.retracted += 1
-
-    def _plan(self, decode_rows: Int32s, shares: Sequence[Share]) -> StepPlan:
-        self._outbox.counters.steps += 1
-        self._pace.planned()
-        step, decodes = self._outbox.counters.steps, self._running.decodes
-        kv_lens = decodes.next_lens(decode_rows)
-        decodes.advance(decode_rows)
-        self._running.launched(decode_rows, step)
-        setups: list[RowSetup] = []
-        chunks: list[PrefillChunk] = []
-        for request, size in shares:
-            assert request.lease is not None
-            row, start = request.lease.row, request.computed
-            if start == request.lease.cached_len:  # its first chunk
-                setups.append(self._setup(request, row))
-            request.computed += size
-            chunks.append(PrefillChunk(row, request.known[start : start + size], start, not request.unfinished))
-            self._running.launched(row, step)
-            if not request.unfinished:
-                decodes.start(row, len(request.known), request.max_total)
-        sharing = self._running.shared
-        shared = None if sharing is None else sharing.among(decode_rows)
-        writes = self._cache.take_page_writes()
-        plan = StepPlan(step, tuple(setups), *writes, decode_rows, kv_lens, tuple(chunks), shared)
-        return replace(plan, masked=self._masked(plan)) if self._running.constrained else plan
-
-    def _masked(self, plan: StepPlan) -> tuple[int, ...]:
-        return tuple(sample for sample, row in enumerate(plan.sampled_rows) if row in self._running.constrained)
-
-    def _setup(self, request: Request, row: int) -> RowSetup:
-        eos = () if request.sampling.ignore_eos else self._limits.eos_token_ids
-        return RowSetup(row, request.sampling, request.seed, request.known, request.prompt_len, eos)
 
     # ---- results ----
 
