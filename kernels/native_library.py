@@ -1,8 +1,8 @@
-"""Compiles ``native.cpp`` for this processor, once, and calls it.
+"""Compiles ``native/step.cpp`` and its headers for this processor, once, and calls it.
 
-The library lies beside the source when it was built at installation (``python -m radixserve.kernels.native_library``
+The library lies beside the sources when it was built at installation (``python -m radixserve.kernels.native_library``
 builds it there for every x86 level, for images that run elsewhere), else in the user's cache, where the first start
-puts it. Its name holds the level and a hash of the source, so that an old one is never taken for a new one.
+puts it. Its name holds the level and a hash of the sources, so that an old one is never taken for a new one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCES = Path(__file__).with_name("native")
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp", "-w")
 _COMPILE_SECONDS = 300
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -55,11 +55,11 @@ X86_LEVELS = (
     Level("avx512", ("-march=x86-64-v4", "-mavx512vnni"), (*_AVX512, "avx512_vnni")),
     Level("avx2", ("-march=x86-64-v3",), ("avx2", "fma", "f16c", "bmi2")),
 )
-_PLAIN = Level("plain", (), ())
+PLAIN = Level("plain", (), ())
 
 
 class Op(ctypes.Structure):
-    """One operation of a step, see ``native.cpp``. Pointers are addresses; fields that are not given are 0."""
+    """One operation of a step, see ``native/interface.h``. Pointers are addresses; fields that are not given are 0."""
 
     _fields_ = [
         ("kind", ctypes.c_int32),
@@ -157,7 +157,7 @@ def compile_native(level: Level, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = (compiler, *_FLAGS, *level.compiler_flags, str(_SOURCE), "-o", str(made))
+            command = (compiler, *_FLAGS, *level.compiler_flags, str(_SOURCES / "step.cpp"), "-o", str(made))
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
             made.replace(path)
     except subprocess.CalledProcessError as error:
@@ -170,7 +170,7 @@ def compile_native(level: Level, path: Path) -> Path:
 
 def best_level(flags: frozenset[str]) -> Level:
     """The first level whose instructions are all among ``flags``."""
-    return next((level for level in X86_LEVELS if flags.issuperset(level.cpu_flags)), _PLAIN)
+    return next((level for level in X86_LEVELS if flags.issuperset(level.cpu_flags)), PLAIN)
 
 
 @cache
@@ -187,15 +187,17 @@ def cpu_flags() -> frozenset[str]:
 
 def _places(level: Level) -> Sequence[Path]:
     """Where the library may lie; it is compiled into the last."""
-    digest = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, *level.compiler_flags)).encode()).hexdigest()
-    name = f"native-{level.name}-{digest[:16]}.so"
+    digest = hashlib.sha256(" ".join((*_FLAGS, *level.compiler_flags)).encode())
+    for source in (*sorted(_SOURCES.glob("*.h")), _SOURCES / "step.cpp"):
+        digest.update(source.read_bytes())
+    name = f"native-{level.name}-{digest.hexdigest()[:16]}.so"
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return _SOURCE.with_name(name), Path(cache_home) / "radixserve" / name
+    return _SOURCES / name, Path(cache_home) / "radixserve" / name
 
 
 def main() -> int:
-    """Build beside the source, for every level that this kind of machine may have. Needs a compiler; says so if not."""
-    levels = X86_LEVELS if platform.machine() in ("x86_64", "AMD64") else (_PLAIN,)
+    """Build beside the sources, for every level that machines of this kind may have. Needs a compiler; says if not."""
+    levels = X86_LEVELS if platform.machine() in ("x86_64", "AMD64") else (PLAIN,)
     try:
         for level in levels:
             print(compile_native(level, _places(level)[0]))

@@ -21,7 +21,7 @@ from radixserve.kernels.native_library import NativeLibrary, Op, Step, address
 from radixserve.kernels.packing import kind_of
 from radixserve.kernels.torch_ops import TorchOps
 
-# OpKind and Epilogue of native.cpp.
+# OpKind and Epilogue of native/interface.h.
 _LINEAR, _ROPE_STORE, _ATTEND, _NORM, _EMBED, _GATE, _SUM = range(7)
 _PUT, _ADD, _SILU_MUL, _GELU_MUL = range(4)
 _LANES = 16

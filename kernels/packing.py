@@ -1,4 +1,4 @@
-"""Weights in the layout of the native CPU kernels: panels of 16 rows in blocks of 32 columns, see ``native.cpp``.
+"""Weights in the layout of the native CPU kernels: panels of 16 rows in blocks of 32 columns, see ``native/step.cpp``.
 
 A packed matrix is a uint8 tensor [rows, bytes a row], so that it can be cut and addressed by rows of 16 like the matrix
 it stands for; which kind it is follows from the number of bytes.

@@ -18,11 +18,16 @@ from radixserve.kernels.torch_ops import TorchOps
 
 Kind = gguf.GGMLQuantizationType
 EPS = 1e-5
-# The best of this machine, and one with which most of the code takes another way.
+# The best of this machine, and one with which most of the code takes another way; the others only when there is time.
 LEVELS = (native_library.best_level(native_library.cpu_flags()), native_library.X86_LEVELS[-1])
+OTHERS = [level for level in (*native_library.X86_LEVELS, native_library.PLAIN) if level not in LEVELS]
 
 
-@pytest.fixture(scope="module", params=LEVELS, ids=lambda level: level.name)
+@pytest.fixture(
+    scope="module",
+    params=[*LEVELS, *(pytest.param(level, marks=pytest.mark.soak) for level in OTHERS)],
+    ids=lambda level: level.name,
+)
 def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeOps]:
     level = request.param
     if not native_library.cpu_flags().issuperset(level.cpu_flags):

@@ -1,0 +1,95 @@
+// Inputs of products: normed, and rounded to what the product wants.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "threads.h"
+#include "vectors.h"
+
+namespace {
+
+// The input of a product: as bf16 for the tile unit, else as integers with a scale for each block of 32. 8 bits of them
+// would be five times as coarse as bf16, which turns the choice of a word now and then; few tokens wait for the weights
+// anyway, so there are two times 8 bits.
+constexpr float kRestSteps = 254.0f;
+
+struct Activations {
+  int8_t* q;      // [tokens, cols]
+  int8_t* rest;   // [tokens, cols]: what rounding to q has left, in steps of 1 / kRestSteps
+  float* scale;   // [tokens, blocks]
+  float* total;   // [tokens, blocks]: scale * the sum of q + rest / kRestSteps
+  int32_t* sums;  // [tokens, blocks, 2]: the sums of q and of rest
+  uint16_t* wide;  // [tokens, cols] bf16
+  int64_t blocks;
+  bool tiled;  // the tile unit wants everything as [tokens / 16, blocks, 16] instead of [tokens, blocks]
+
+  int64_t at(int64_t token, int64_t block) const {
+    return tiled ? (token / kLanes * blocks + block) * kLanes + token % kLanes : token * blocks + block;
+  }
+};
+
+struct Scratch {
+  Buffer<int8_t> q, rest;
+  Buffer<float> scale, total, row;
+  Buffer<int32_t> sums;
+  Buffer<uint16_t> wide;
+  Buffer<int64_t> ends;
+
+  Activations room(size_t tokens, size_t cols, bool tiled) {
+    const size_t blocks = cols / kBlock;
+    return {q.at_least(tokens * cols), rest.at_least(tokens * cols), scale.at_least(tokens * blocks), total.at_least(tokens * blocks),
+            sums.at_least(2 * tokens * blocks), wide.at_least(tokens * cols), (int64_t)blocks, tiled};
+  }
+};
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+  Floats squares{};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Floats v = load<Floats>(x + i);
+    squares += v * v;
+  }
+  const float factor = 1.0f / std::sqrt(sum(squares) / (float)n + eps);
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, load<Floats>(x + i) * factor * load<Floats>(weight + i));
+}
+
+// The largest magnitude is found by comparing bit patterns, where a NaN is the largest of all: a broken row stays so.
+void quantize(const float* x, int64_t token, const Activations& a) {
+  for (int64_t b = 0; b < a.blocks; b++) {
+    const int64_t at = a.at(token, b);
+    Floats v[2] = {load<Floats>(x + b * kBlock), load<Floats>(x + b * kBlock + kLanes)};
+    Ints magnitudes[2] = {(Ints)v[0] & 0x7fffffff, (Ints)v[1] & 0x7fffffff};
+    Ints larger = magnitudes[0] > magnitudes[1] ? magnitudes[0] : magnitudes[1];
+#if defined(__AVX512F__)
+    const int32_t largest = _mm512_reduce_max_epi32((__m512i)larger);
+#else
+    int32_t largest = 0;
+    for (int i = 0; i < kLanes; i++) largest = std::max(largest, larger[i]);
+#endif
+    float peak;
+    std::memcpy(&peak, &largest, sizeof peak);
+    const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+    Ints sums{}, rest_sums{};
+    for (int half = 0; half < 2; half++) {
+      const Floats scaled = v[half] * inverse;
+      const Ints q = rounded(scaled), rest = rounded((scaled - __builtin_convertvector(q, Floats)) * kRestSteps);
+      sums += q;
+      rest_sums += rest;
+      store(a.q + at * kBlock + half * kLanes, to_bytes(q));
+      store(a.rest + at * kBlock + half * kLanes, to_bytes(rest));
+    }
+    a.sums[2 * at] = sum(sums);
+    a.sums[2 * at + 1] = sum(rest_sums);
+    a.scale[at] = peak / 127.0f;
+    a.total[at] = peak / 127.0f * ((float)a.sums[2 * at] + (float)a.sums[2 * at + 1] / kRestSteps);
+  }
+}
+
+void widen(const float* x, int64_t token, const Activations& a) {
+  for (int64_t i = 0; i < a.blocks * kBlock; i += kLanes)
+    store(a.wide + a.at(token, i / kBlock) * kBlock + i % kBlock, to_bf16(load<Floats>(x + i)));
+}
+
+}  // namespace

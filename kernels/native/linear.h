@@ -1,0 +1,98 @@
+// Linear layers with what follows them: bias, activation, residual stream.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "dots.h"
+#include "interface.h"
+#include "tiles.h"
+
+namespace {
+
+inline Floats activate(int32_t epilogue, Floats gate) {
+  if (epilogue == kSiluMul) return gate / (1.0f + exp(-gate));
+  // GELU by tanh, which is a sigmoid of twice its argument.
+  const Floats inner = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
+  return gate / (1.0f + exp(-inner));
+}
+
+// Panel p of the output and, in gated products, its partner that is multiplied with it.
+struct Linear {
+  const Op& op;
+  const bool gated;
+  const int64_t blocks, panel_bytes, out_rows, out_panels;
+
+  explicit Linear(const Op& o)
+      : op(o),
+        gated(o.epilogue >= kSiluMul),
+        blocks(o.cols / kBlock),
+        panel_bytes(blocks * kBlockBytes[o.weight_kind]),
+        out_rows(gated ? o.rows / 2 : o.rows),
+        out_panels((out_rows + kLanes - 1) / kLanes) {}
+
+  const uint8_t* panel(int64_t p) const { return op.weight + p * panel_bytes; }
+  Floats bias(int64_t p) const { return op.bias ? load<Floats>(op.bias + p * kLanes) : Floats{}; }
+
+  void put(int64_t token, int64_t p, Floats product, Floats partner) const {
+    product += bias(p);
+    if (gated) product = activate(op.epilogue, product) * (partner + bias(p + out_panels));
+    float* place = op.out + token * out_rows + p * kLanes;
+    const int64_t left = out_rows - p * kLanes;
+    if (left >= kLanes) {
+      store(place, op.epilogue == kAdd ? load<Floats>(place) + product : product);
+      return;
+    }
+    for (int64_t i = 0; i < left; i++) place[i] = op.epilogue == kAdd ? place[i] + product[i] : product[i];
+  }
+
+  void by_vectors(int64_t p, const Activations& a, int64_t tokens) const {
+    Floats products[kMaxTogether], partners[kMaxTogether] = {};
+    for (int64_t first = 0; first < tokens; first += kMaxTogether) {
+      const int count = (int)std::min<int64_t>(kMaxTogether, tokens - first);
+      dot_tokens(op.weight_kind, panel(p), blocks, a, first, count, products);
+      if (gated) dot_tokens(op.weight_kind, panel(p + out_panels), blocks, a, first, count, partners);
+      for (int t = 0; t < count; t++) put(first + t, p, products[t], partners[t]);
+    }
+  }
+
+#if defined(HAS_TILES)
+  // Two panels at a time: p and its partner, or, in plain products, p and p + 1 if that exists.
+  void by_tiles(int64_t p, const Activations& a, int64_t tokens, uint8_t* unpacked) const {
+    const bool has_second = gated || p + 1 < out_panels;
+    const int64_t bytes = blocks * kBlockBytes[kBf16];
+    const int64_t indices[2] = {p, gated ? p + out_panels : p + 1};
+    const uint8_t* wide[2];
+    for (int i = 0; i < 2; i++) {
+      wide[i] = i && !has_second ? wide[0] : panel(indices[i]);
+      if (op.weight_kind == kBf16 || (i && !has_second)) continue;
+      unpack(op.weight_kind, wide[i], blocks, unpacked + i * bytes);
+      wide[i] = unpacked + i * bytes;
+    }
+    alignas(64) float products[2][32][kLanes];
+    for (int64_t first = 0; first < tokens; first += 32) {
+      const int64_t count = std::min<int64_t>(32, tokens - first);
+      multiply_tiles(wide[0], wide[1], blocks, a.wide + first * op.cols, op.cols, count > 16, products[0][0]);
+      for (int64_t t = 0; t < count; t++) {
+        const Floats one = load<Floats>(products[0][t]), two = load<Floats>(products[1][t]);
+        put(first + t, p, one, two);
+        if (!gated && has_second) put(first + t, p + 1, two, Floats{});
+      }
+    }
+  }
+#endif
+};
+
+// in [tokens, 2 cols], first the gates -> out [tokens, cols].
+void gate(const Op& op, int64_t token) {
+  const float* gates = op.in + token * 2 * op.cols;
+  for (int64_t i = 0; i < op.cols; i += kLanes)
+    store(op.out + token * op.cols + i, activate(op.epilogue, load<Floats>(gates + i)) * load<Floats>(gates + op.cols + i));
+}
+
+void add(const float* x, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += kLanes) store(to + i, load<Floats>(to + i) + load<Floats>(x + i));
+}
+
+}  // namespace
