@@ -4,7 +4,7 @@
 
 Each round starts one server, loads it with each number of clients through ``radixserve bench serve``, ends it, and does
 the same with the other. ``{port}`` and ``{model}`` (the default model's file) in the peer's command are filled in.
-Prints medians and the ratios of each round.
+Prints medians and the ratios of each round, and how long /health took beside each load, asked 20 times a second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -24,10 +25,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.model_files import resolve_model
 
-START_SECONDS = 180
+START_SECONDS = 400  # a server that compiles its model first
+PROBE_SECONDS = 0.05
 # name: clients, requests, words of a prompt, tokens of an answer
 LOADS = {
     "1 client": ("1", "4", "64:64", "64:64"),
@@ -73,8 +77,9 @@ def measure(command: str, model: str, seed: int) -> dict[str, Any]:
                 str(output),
             ]
             load = ["--clients", clients, "--requests", requests, "--prompt-words", words, "--max-tokens", tokens]
-            subprocess.run([*bench, *load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL)
-            results[name] = json.loads(output.read_text())
+            with health_probe(f"{url}/health") as delays:
+                subprocess.run([*bench, *load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL)
+            results[name] = json.loads(output.read_text()) | {"health_ms": percentiles(delays)}
     return results
 
 
@@ -90,6 +95,36 @@ def server(command: str, model: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(60)
+
+
+@contextmanager
+def health_probe(url: str) -> Iterator[list[float]]:
+    """Milliseconds that each answer took, a new connection each as with an orchestrator's probe; None answered: inf."""
+    delays: list[float] = []
+    ended = threading.Event()
+
+    def probe() -> None:
+        while not ended.wait(PROBE_SECONDS):
+            start = time.perf_counter()
+            try:
+                with urllib.request.urlopen(url, timeout=30) as answer:
+                    answer.read()
+                delays.append(1e3 * (time.perf_counter() - start))
+            except OSError:
+                delays.append(float("inf"))
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    try:
+        yield delays
+    finally:
+        ended.set()
+        thread.join()
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"count": len(values), "p50": float(p50), "p99": float(p99), "max": max(values)}
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -115,14 +150,20 @@ def ratio(found: dict[str, Any], load: str) -> float:
 
 
 def report(rounds: list[dict[str, Any]]) -> None:
-    print("\n| load | radixserve, tok/s | peer, tok/s | ratio: median (lowest, highest) |\n|---|---|---|---|")
+    print(
+        "\n| load | radixserve, tok/s | peer, tok/s | ratio: median (lowest, highest) | /health p99, ms: ours, peer's |"
+    )
+    print("|---|---|---|---|---|")
     for load in LOADS:
         ours, peers = (
             statistics.median(rate(found[name], load) for found in rounds) for name in ("radixserve", "peer")
         )
+        probes = (
+            f"{max(found[name][load]['health_ms']['p99'] for found in rounds):.0f}" for name in ("radixserve", "peer")
+        )
         ratios = sorted(ratio(found, load) for found in rounds)
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}, {ratios[-1]:.2f})"
-        print(f"| {load} | {ours:.0f} | {peers:.0f} | {spread} |")
+        print(f"| {load} | {ours:.0f} | {peers:.0f} | {spread} | {', '.join(probes)} |")
 
 
 if __name__ == "__main__":
