@@ -38,6 +38,7 @@ from radixserve.engine.sizing import (
     cuda_kv_bytes,
     wants_native,
 )
+from radixserve.engine.step import Pulse
 from radixserve.engine.text.text_model import load_text_model
 from radixserve.engine.warmup import warm_up
 from radixserve.engine.weight_packing import can_pack_model, describe_weights
@@ -99,6 +100,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         target_itl_s=choose_target_itl(config, device.type),
         overlap=choose_overlap(config, device.type),
         reads_shared=runner.reads_shared,
+        pulse=kernels.pulse,
         description=(
             f"{config.model} ({spec.family}) in {describe_weights(model)} on {_name(device)}; "
             f"kernels: {runner.kernels}{kernels.notice}; KV cache of {num_pages * sizes.page_size:,} tokens "
@@ -126,10 +128,11 @@ class _Sizes:
 @dataclass(frozen=True, slots=True)
 class _Kernels:
     """The operations of layers. ``dtype``: of activations and of weights that are not packed. ``notice``: what people
-    should know about the choice, if anything."""
+    should know about the choice, if anything. ``pulse`` beats while steps run on a CPU."""
 
     ops: Ops
     dtype: torch.dtype
+    pulse: Pulse
     notice: str = ""
 
 
@@ -176,6 +179,7 @@ class _Parts:
             Sampler(sizes.max_num_seqs, spec.vocab_size, sizes.device, select_draw(sizes.device)),
             max_rows=sizes.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
+            pulse=self.kernels.pulse,
         )
 
     def _with_attention(self, shape: AttentionShape) -> tuple[CausalLM, AttentionKernel]:
@@ -274,7 +278,7 @@ def _resolve_device(config: ServeConfig) -> torch.device:
 
 
 def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, progress: Progress) -> _Kernels:
-    notice = ""
+    notice, pulse = "", Pulse()
     if wants_native(config, config.dtype, device.type):
         try:
             if config.deterministic:
@@ -283,8 +287,8 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
                 raise BackendUnavailable(f"they do not go with --attention-backend {config.attention_backend}")
             if not can_pack_model(create_model(spec, torch.float32, torch.device("meta"), 1)):
                 raise BackendUnavailable("the sizes of this model do not fit them")
-            ops = select_native(torch.get_num_threads(), lambda detail: progress(detail, 0.0))
-            return _Kernels(ops, torch.float32, f" ({ops.description})")
+            ops = select_native(torch.get_num_threads(), lambda detail: progress(detail, 0.0), pulse)
+            return _Kernels(ops, torch.float32, pulse, f" ({ops.description})")
         except BackendUnavailable as error:
             if config.cpu_weights in ("int4", "int8"):
                 raise ConfigError(f"cpu_weights {config.cpu_weights} needs the native kernels: {error}") from error
@@ -292,7 +296,7 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
     requested = {"fp32": "float32", "bf16": "bfloat16"}.get(config.cpu_weights, config.dtype)
     has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     dtype = choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
-    return _Kernels(select_ops(device, dtype, deterministic=config.deterministic), dtype, notice)
+    return _Kernels(select_ops(device, dtype, deterministic=config.deterministic), dtype, pulse, notice)
 
 
 def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: _Kernels, device: torch.device) -> _Sizes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.constraint import ConstraintSource
 from radixserve.engine.scheduler import Scheduler, SchedulerLimits
-from radixserve.engine.step import Runner
+from radixserve.engine.step import Pulse, Runner
 from radixserve.kvcache.manager import CacheManager
 
 
@@ -17,7 +17,7 @@ class BuiltEngine:
 
     ``max_num_batched_tokens`` is the token budget of a step, ``target_itl_s`` its time when it also decodes;
     ``reads_shared``: the runner wants to know which decodes share a prefix; ``description`` is one line for people, its
-    clauses separated by semicolons.
+    clauses separated by semicolons; ``pulse`` beats while the runner computes.
     """
 
     runner: Runner
@@ -31,6 +31,7 @@ class BuiltEngine:
     reads_shared: bool
     description: str
     target_itl_s: float | None = None
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 def new_scheduler(built: BuiltEngine, config: ServeConfig) -> Scheduler:

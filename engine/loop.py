@@ -28,7 +28,7 @@ from radixserve.engine.messages import (
 from radixserve.engine.observation import INTERVAL_S
 from radixserve.engine.pipeline import StepPipeline
 from radixserve.engine.scheduler import Scheduler
-from radixserve.engine.step import Runner
+from radixserve.engine.step import Pulse, Runner
 from radixserve.engine.watch import EngineWatch
 
 HEARTBEAT_S = 0.5
@@ -39,7 +39,8 @@ _SHOW_MS = int(INTERVAL_S * 1000)
 class EngineLoop:
     """Moves messages between the frontends and the scheduler, and keeps the step pipeline going.
 
-    ``ready`` is the status that frontends get, completed by the statistics of the moment.
+    ``ready`` is the status that frontends get, completed by the statistics of the moment. ``pulse`` beats while the
+    runner computes in this thread: frontends hear that a long step gets on.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EngineLoop:
         *,
         overlap: bool,
         ready: EngineStatus,
+        pulse: Pulse,
     ) -> None:
         self._frontends = frontends
         self._scheduler = scheduler
@@ -60,6 +62,8 @@ class EngineLoop:
         self._watch = watch
         self._ready = ready
         self._next_heartbeat = 0.0
+        self._last_told = 0.0
+        pulse.listen(self._beat)
         self._checked = False  # integrity, since the last step
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -85,7 +89,7 @@ class EngineLoop:
             self._next_heartbeat = time.monotonic() + HEARTBEAT_S
             for frontend, rejected in self._scheduler.expire():
                 self._frontends.send(frontend, rejected)
-            self._frontends.tell_all(self._status())
+            self._tell_status()
             if not busy and not messages:
                 self._check_integrity()
         if busy:
@@ -134,6 +138,15 @@ class EngineLoop:
         if self._intake.num_compiling:
             return min(to_heartbeat, _LOOK_FOR_GRAMMARS_MS)
         return min(to_heartbeat, _SHOW_MS) if self._watch.watched else to_heartbeat
+
+    def _beat(self) -> None:
+        """Within a step."""
+        if time.monotonic() >= self._last_told + HEARTBEAT_S:
+            self._tell_status()
+
+    def _tell_status(self) -> None:
+        self._last_told = time.monotonic()
+        self._frontends.tell_all(self._status())
 
     def _status(self) -> EngineStatus:
         stats = self._scheduler.stats()

@@ -167,7 +167,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
-    """Heartbeat, at least every second from the engine's own loop, so that silence means it is stuck.
+    """Heartbeat, at least every second from the engine's own thread, so that silence means it is stuck.
     ``phase``: loading, ready or failed; ``progress`` in 0..1 while loading; ``model``: facts for /v1/models."""
 
     pid: int

@@ -71,7 +71,16 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
     gc.collect()
     gc.freeze()
     watch = EngineWatch(scheduler, built.cache)
-    EngineLoop(frontends, scheduler, built.runner, built.grammars, watch, overlap=built.overlap, ready=ready).run()
+    EngineLoop(
+        frontends,
+        scheduler,
+        built.runner,
+        built.grammars,
+        watch,
+        overlap=built.overlap,
+        ready=ready,
+        pulse=built.pulse,
+    ).run()
     return 0
 
 

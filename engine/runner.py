@@ -48,11 +48,13 @@ class ModelRunner:
         *,
         max_rows: int,
         max_pages_per_row: int,
+        pulse: Callable[[], None] = lambda: None,
     ):
         self._model = model
         self._attention = attention
         self._ops = ops
         self._sampler = sampler
+        self._pulse = pulse
         self._prompt_logprobs = PromptLogprobs(lambda hidden: model.logits(hidden, ops))
         self._device = kv.buffer.device
         self._page_size = kv.buffer.shape[3]
@@ -221,6 +223,7 @@ class ModelRunner:
             slots=slots,
             k_caches=self._k_caches,
             v_caches=self._v_caches,
+            pulse=self._pulse,
         )
 
     def _draw(self, hidden: Tensor, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Draw:

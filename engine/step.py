@@ -10,6 +10,7 @@ Last sampled tokens stay on the device (``row`` -> token), so plans are made bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,6 +108,21 @@ class StepResult:
     failed: NDArray[np.bool_]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] | None = None
+
+
+class Pulse:
+    """Called between the parts of a step that computes in the caller's thread, so that whoever listens can do what must
+    not wait for the end of a long one."""
+
+    def __init__(self) -> None:
+        self._listener: Callable[[], None] = lambda: None
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """``listener`` must be quick, and not touch what the step is made of."""
+        self._listener = listener
+
+    def __call__(self) -> None:
+        self._listener()
 
 
 class PendingStep(Protocol):

@@ -56,6 +56,7 @@ X86_LEVELS = (
     Level("avx2", ("-march=x86-64-v3",), ("avx2", "fma", "f16c", "bmi2")),
 )
 PLAIN = Level("plain", (), ())
+_Pulse = ctypes.CFUNCTYPE(None)
 
 
 class Op(ctypes.Structure):
@@ -116,15 +117,17 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 class NativeLibrary:
-    """The loaded library with its threads' scratch memory. Not for two steps at the same time."""
+    """The loaded library with its threads' scratch memory. Not for two steps at the same time. ``pulse`` is called some
+    times a second while it runs, by the thread that waits for it; it must not raise."""
 
-    def __init__(self, path: Path, level: str, num_threads: int):
+    def __init__(self, path: Path, level: str, num_threads: int, pulse: Callable[[], None] = lambda: None):
         self.level = level
+        self._pulse = _Pulse(pulse)  # must outlive the engine
         # libgomp is the one that torch has loaded: same name, and one pool of threads.
         self._library = ctypes.CDLL(str(path))
         self._library.engine_new.restype = ctypes.c_void_p
         self._library.run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-        self._engine = self._library.engine_new(num_threads)
+        self._engine = self._library.engine_new(num_threads, self._pulse)
 
     def run(self, ops: ctypes.Array[Op], step: Step) -> None:
         """Run ``ops`` in order. Everything they point to must be alive and of the promised size."""
@@ -134,16 +137,16 @@ class NativeLibrary:
         self._library.engine_free(ctypes.c_void_p(self._engine))
 
 
-def load_native(num_threads: int, report: Callable[[str], None]) -> NativeLibrary:
-    """Find the library or compile it, which takes some ten seconds. ``report`` is told before that. Raises
-    ``NativeUnavailable``."""
+def load_native(num_threads: int, report: Callable[[str], None], pulse: Callable[[], None]) -> NativeLibrary:
+    """Find the library or compile it, which takes some ten seconds. ``report`` is told before that; ``pulse`` as in
+    ``NativeLibrary``. Raises ``NativeUnavailable``."""
     level = best_level(cpu_flags())
     path = next((path for path in _places(level) if path.exists()), None)
     if path is None:
         report("compiling CPU kernels")
         path = compile_native(level, _places(level)[-1])
     try:
-        return NativeLibrary(path, level.name, num_threads)
+        return NativeLibrary(path, level.name, num_threads, pulse)
     except OSError as error:
         raise NativeUnavailable(f"{path} cannot be loaded ({error}): delete it") from error
 

@@ -28,11 +28,13 @@ class BackendUnavailable(Exception):
     """A kernel backend cannot be used here; the message says why and what to do."""
 
 
-def select_native(num_threads: int, report: Callable[[str], None]) -> NativeOps:
-    """The native kernels of a CPU, for packed weights; ``report`` is told if they must be compiled first. Raises
-    ``BackendUnavailable``."""
+def select_native(
+    num_threads: int, report: Callable[[str], None], pulse: Callable[[], None] = lambda: None
+) -> NativeOps:
+    """The native kernels of a CPU, for packed weights; ``report`` is told if they must be compiled first, ``pulse`` is
+    called some times a second while they compute. Raises ``BackendUnavailable``."""
     try:
-        return NativeOps(load_native(num_threads, report))
+        return NativeOps(load_native(num_threads, report, pulse))
     except NativeUnavailable as error:
         raise BackendUnavailable(str(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,7 +14,8 @@ from radixserve.kernels.interface import AttentionKernel, Ops
 class ForwardContext:
     """State of a step, passed down and never fetched. T: tokens of the step. ``attention`` is already planned.
 
-    ``k_caches`` and ``v_caches``: one [pages, page_size, kv_heads, head_dim] for each layer.
+    ``k_caches`` and ``v_caches``: one [pages, page_size, kv_heads, head_dim] for each layer. ``pulse`` is
+    called between layers.
     """
 
     ops: Ops
@@ -22,3 +24,4 @@ class ForwardContext:
     slots: Tensor  # int64 [T]
     k_caches: tuple[Tensor, ...]
     v_caches: tuple[Tensor, ...]
+    pulse: Callable[[], None] = lambda: None

@@ -31,8 +31,8 @@ namespace {
 // Walks one thread through the operations.
 class Walker {
  public:
-  Walker(const Step& step, int threads, Scratch& shared, Scratch& own, bool has_tiles)
-      : step_(step), threads_(threads), shared_(shared), own_(own), has_tiles_(has_tiles) {}
+  Walker(const Step& step, int threads, Scratch& shared, Scratch& own, bool has_tiles, Pulse& pulse)
+      : step_(step), threads_(threads), shared_(shared), own_(own), has_tiles_(has_tiles), pulse_(pulse) {}
 
   // phases: two, of which most operations use the second only.
   void run(const Op& op, Phase* phases) {
@@ -40,22 +40,22 @@ class Walker {
     switch (op.kind) {
       case kLinear: return linear(op, phases[0], phase);
       case kRopeStore:
-        phase.share(step_.tokens, 8, [&](int64_t t) { rope_store(op, step_, t, own_.row.at_least(op.head_dim)); });
+        phase.share(step_.tokens, 8, pulse_, [&](int64_t t) { rope_store(op, step_, t, own_.row.at_least(op.head_dim)); });
         return;
       case kAttend: return attend_all(op, phase);
       case kNorm:
-        phase.share(step_.tokens, 8, [&](int64_t t) {
+        phase.share(step_.tokens, 8, pulse_, [&](int64_t t) {
           rms_norm(op.in + t * op.cols, op.norm, op.eps, op.cols, op.out + t * op.cols);
         });
         return;
       case kEmbed:
-        phase.share(step_.tokens, 8, [&](int64_t t) { embed(op, t); });
+        phase.share(step_.tokens, 8, pulse_, [&](int64_t t) { embed(op, t); });
         return;
       case kGate:
-        phase.share(step_.tokens, 8, [&](int64_t t) { gate(op, t); });
+        phase.share(step_.tokens, 8, pulse_, [&](int64_t t) { gate(op, t); });
         return;
       case kSum:
-        phase.share(step_.tokens, 8, [&](int64_t t) { add(op.in + t * op.cols, op.cols, op.out + t * op.cols); });
+        phase.share(step_.tokens, 8, pulse_, [&](int64_t t) { add(op.in + t * op.cols, op.cols, op.out + t * op.cols); });
         return;
     }
   }
@@ -82,6 +82,7 @@ class Walker {
   Scratch& shared_;
   Scratch& own_;
   const bool has_tiles_;
+  Pulse& pulse_;
 };
 
 // Tiles are read whole, bf16 ones two at a time: there is room for as many rows as that takes.
@@ -98,19 +99,19 @@ void Walker::linear(const Op& op, Phase& preparing, Phase& phase) {
     prepare(op, 0, as_bf16, a);
   } else {
     a = shared_.room(padded_tokens(tokens), op.cols, by_tiles);
-    preparing.share(tokens, 1 + tokens / 64, [&](int64_t t) { prepare(op, t, as_bf16, a); });
+    preparing.share(tokens, 1 + tokens / 64, pulse_, [&](int64_t t) { prepare(op, t, as_bf16, a); });
   }
 #if defined(HAS_TILES)
   if (by_tiles) {
     uint8_t* unpacked = (uint8_t*)own_.q.at_least(2 * layer.blocks * kBlockBytes[kBf16]);
     const int64_t step = layer.gated ? 1 : 2;
-    phase.share((layer.out_panels + step - 1) / step, 1,
-          [&](int64_t i) { layer.by_tiles(i * step, a, tokens, unpacked); });
+    phase.share((layer.out_panels + step - 1) / step, 1, pulse_,
+                [&](int64_t i) { layer.by_tiles(i * step, a, tokens, unpacked); });
     return;
   }
 #endif
   const int64_t at_once = std::max<int64_t>(1, layer.out_panels / (8 * threads_));
-  phase.share(layer.out_panels, at_once, [&](int64_t p) { layer.by_vectors(p, a, tokens); });
+  phase.share(layer.out_panels, at_once, pulse_, [&](int64_t p) { layer.by_vectors(p, a, tokens); });
 }
 
 void Walker::attend_all(const Op& op, Phase& phase) {
@@ -129,7 +130,7 @@ void Walker::attend_cached(const Op& op, Phase& phase) {
     const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];
     ends[s] = (s ? ends[s - 1] : 0) + (queries + per_block - 1) / per_block * op.kv_heads;
   }
-  phase.share(ends[step_.sequences - 1], 1, [&](int64_t task) {
+  phase.share(ends[step_.sequences - 1], 1, pulse_, [&](int64_t task) {
     const int64_t s = std::upper_bound(ends, ends + step_.sequences, task) - ends;
     const int64_t number = task - (s ? ends[s - 1] : 0), head = number % op.kv_heads;
     const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block;
@@ -171,6 +172,7 @@ void Walker::embed(const Op& op, int64_t token) {
 // What outlives a step.
 struct Engine {
   int threads;
+  Pulse pulse;
   bool tiles = false;
   Scratch shared;
   std::vector<Scratch> own;
@@ -181,9 +183,9 @@ struct Engine {
 
 extern "C" {
 
-void* engine_new(int threads) {
-  auto engine = new Engine;
-  engine->threads = threads;
+// pulse: see Pulse; may be null.
+void* engine_new(int threads, void (*pulse)()) {
+  auto engine = new Engine{threads, Pulse(pulse)};
   engine->own.resize(threads);
 #if defined(HAS_TILES)
   engine->tiles = tiles_usable();
@@ -209,7 +211,8 @@ void run(void* handle, const Op* ops, int64_t count, const Step* step) {
 #if defined(HAS_TILES)
     if (engine.tiles) configure_tiles();
 #endif
-    Walker walker(*step, engine.threads, engine.shared, engine.own[thread], engine.tiles);
+    Pulse silent(nullptr), &pulse = thread == 0 ? engine.pulse : silent;
+    Walker walker(*step, engine.threads, engine.shared, engine.own[thread], engine.tiles, pulse);
     for (int64_t i = 0; i < count; i++) walker.run(ops[i], &engine.phases[2 * i]);
 #if defined(HAS_TILES)
     if (engine.tiles) _tile_release();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -16,6 +17,29 @@
 #endif
 
 namespace {
+
+// Tells whoever waits for a long step that it gets on: a call every quarter of a second, by the thread that called run().
+class Pulse {
+ public:
+  explicit Pulse(void (*call)()) : call_(call), next_(Clock::now() + kInterval) {}
+
+  void beat() {
+    if (!call_ || ++beats_ % kBeatsPerLook != 0) return;  // a look at the clock costs more than the smallest items
+    const auto now = Clock::now();
+    if (now < next_) return;
+    next_ = now + kInterval;
+    call_();
+  }
+
+ private:
+  typedef std::chrono::steady_clock Clock;
+  static constexpr std::chrono::milliseconds kInterval{250};
+  static constexpr unsigned kBeatsPerLook = 8;
+
+  void (*call_)();
+  Clock::time_point next_;
+  unsigned beats_ = 0;
+};
 
 // A piece of a step that is shared out. It is over when all of its items are done, not when all threads have arrived: a
 // thread whose core is busy with something else holds nobody up, unless in the middle of an item; it comes after the others
@@ -30,13 +54,14 @@ struct alignas(64) Phase {
   }
 
   template <class Work>
-  void share(int64_t count, int64_t at_once, Work work) {
+  void share(int64_t count, int64_t at_once, Pulse& pulse, Work work) {
     for (;;) {
       const int64_t first = claimed.fetch_add(at_once, std::memory_order_relaxed);
       if (first >= count) break;
       const int64_t after = std::min(first + at_once, count);
       for (int64_t i = first; i < after; i++) work(i);
       done.fetch_add(after - first, std::memory_order_acq_rel);
+      pulse.beat();
     }
     // Waits spinning for some microseconds, the length of an uneven end; then it lets others have the core.
     for (int turns = 0; done.load(std::memory_order_acquire) < count; turns++) {

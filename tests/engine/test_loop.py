@@ -39,6 +39,7 @@ from radixserve.engine.messages import (
 )
 from radixserve.engine.observation import LEASE_S
 from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.step import PendingStep, Pulse, StepPlan
 from radixserve.engine.watch import EngineWatch
 from radixserve.tests.engine.fakes import FakeGrammars, Harness, expected_output
 
@@ -103,7 +104,10 @@ class Engine:
         self.grammars = FakeGrammars()
         scheduler, runner = self.harness.scheduler, self.harness.runner
         watch = EngineWatch(scheduler, self.harness.cache)
-        self.loop = EngineLoop(self.frontends, scheduler, runner, self.grammars, watch, overlap=True, ready=ready)
+        self.pulse = Pulse()
+        self.loop = EngineLoop(
+            self.frontends, scheduler, runner, self.grammars, watch, overlap=True, ready=ready, pulse=self.pulse
+        )
         self.stopping = threading.Event()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
@@ -202,6 +206,26 @@ def test_heartbeats_go_on_under_load(tmp_path: Path) -> None:
         while seen < 3:
             seen += isinstance(client.receive(), EngineStatus)
             client.send(Abort(7), submit(100 + seen, [5, 6, 7], FOREVER))
+
+
+def test_heartbeats_go_on_within_a_step_that_computes_for_long(tmp_path: Path) -> None:
+    with running(tmp_path) as engine, connected(engine) as client:
+        launch, go_on = engine.harness.runner.launch, threading.Event()
+
+        def launch_slowly(plan: StepPlan) -> PendingStep:
+            while not go_on.wait(0.01):
+                engine.pulse()
+            return launch(plan)
+
+        engine.harness.runner.launch = launch_slowly  # type: ignore[method-assign, assignment]
+        try:
+            client.send(submit(1, [1, 2]))
+            client.wait_for(lambda message: isinstance(message, EngineStatus) and message.stats.running == 1)
+            for _ in range(2):
+                assert isinstance(client.receive(), EngineStatus)
+        finally:
+            go_on.set()
+        assert client.ends({1})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The native CPU kernels against torch: every kind of weights, few tokens and many, in several instruction sets."""
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from radixserve.kernels import native_library
 from radixserve.kernels.native_library import NativeLibrary, NativeUnavailable
 from radixserve.kernels.native_ops import NativeOps
 from radixserve.kernels.packing import WeightKind, empty_packed, pack
+from radixserve.kernels.select import BackendUnavailable, select_native
 from radixserve.kernels.torch_ops import TorchOps
 
 Kind = gguf.GGMLQuantizationType
@@ -95,6 +98,19 @@ def test_products_with_norm_bias_gate_and_residual(ops: NativeOps, kind: WeightK
     added, pending = ops.add_linear(stream.clone(), inner, back, randn(96))
     assert pending is None
     assert_near(added, stream + inner @ floats[2].T + randn(96), 0.06)
+
+
+def test_the_pulse_beats_while_products_are_computed() -> None:
+    beats: list[int] = []
+    try:
+        ops = select_native(2, print, lambda: beats.append(threading.get_ident()))
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+    x, weight = randn(64, 512), packed(WeightKind.Q8, randn(512, 512))
+    deadline = time.monotonic() + 10
+    while not beats and time.monotonic() < deadline:
+        ops.linear(x, weight)
+    assert beats == [threading.get_ident()], "by the thread that waits, and not at once again"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
