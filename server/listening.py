@@ -11,6 +11,8 @@ from radixserve.engine.errors import ConfigError
 
 # Connections that may wait to be accepted; the kernel cuts it to net.core.somaxconn.
 BACKLOG = 4096
+# Hosts that stand for all addresses of the machine.
+WILDCARDS = ("0.0.0.0", "::")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -55,7 +57,10 @@ def _listener(listener: socket.socket, option: int, address: Any) -> socket.sock
 
 
 def url_of(listener: socket.socket) -> str:
+    """Where clients on this machine reach it: a socket on all addresses has none that a browser could open."""
     host, port = listener.getsockname()[:2]
+    if host in WILDCARDS:
+        return f"http://localhost:{port}"
     return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 

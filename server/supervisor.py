@@ -23,7 +23,7 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.engine.host import has_gpu, usable_cores
 from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE, URL_VARIABLE
 from radixserve.server.children import STOP_SIGNALS, Child, ChildSpec, RestartPolicy, describe_exit
-from radixserve.server.listening import listen_side_by_side, url_of
+from radixserve.server.listening import WILDCARDS, listen_side_by_side, url_of
 from radixserve.server.runtime_folder import runtime_folder
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
         for listener in listeners:
             listening.enter_context(listener)
         url = url_of(listeners[0])
-        _say(f"radixserve listens on {url} and loads {config.model}; Ctrl-C stops it")
+        everywhere = " (on all addresses)" if config.host in WILDCARDS else ""
+        _say(f"radixserve listens on {url}{everywhere} and loads {config.model}; Ctrl-C stops it")
         environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock", URL_VARIABLE: url}
         engine = Child(ChildSpec("engine", commands.engine, environment))
         workers = [

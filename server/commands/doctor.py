@@ -98,7 +98,11 @@ def _version(package: str) -> str | None:
 def _probe() -> dict[str, Any]:
     """``engine/probe.py`` in a process of its own: torch takes seconds and memory, and can fail in many ways."""
     command = [sys.executable, "-P", "-m", "radixserve.engine.probe"]
+    if sys.stderr.isatty():  # compiling the kernels of a CPU, the first time, takes half a minute
+        print("\rtrying torch and the kernels ...", end="", file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
     if done.returncode == 0:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -119,7 +123,12 @@ def check_device(gpus: Sequence[Gpu], probed: dict[str, Any]) -> Iterator[Findin
         built = f"torch is built for CUDA {probed['cuda']}" if probed["cuda"] else "torch is built without CUDA"
         yield Finding("broken", f"torch cannot use the GPU; {built}", "install a torch that fits the driver")
     kernels = f"attention {probed['attention']}, layers {probed['ops']}"
-    yield Finding("ok", f"models run on {probed['device']} in {probed['dtype']}; kernels: {kernels}")
+    what = f"models run on {probed['device']} in {probed['dtype']}; kernels: {kernels}"
+    if slow := probed.get("slow"):
+        reason, _, remedy = slow.partition(": ")
+        yield Finding("weak", f"{what}: several times slower than the native ones, as {reason}", remedy)
+    else:
+        yield Finding("ok", what)
 
 
 def _default_model() -> Finding:

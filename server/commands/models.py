@@ -97,11 +97,12 @@ def _inspect(files: ModelFiles) -> Iterator[str]:
 
 
 def _fits(spec: ModelSpec, files: ModelFiles, gpus: Sequence[Gpu]) -> Iterator[str]:
-    """Tokens of KV cache that the free memory has room for beside the weights, in the type that is used there."""
-    places = [(f"GPU {gpu.index}, {gpu.name}", gpu.free_bytes, "bfloat16") for gpu in gpus]
-    for place, free_bytes, dtype in [*places, ("CPU", available_memory(), "float32")]:
-        room = free_bytes - _num_parameters(files) * _BYTES[dtype]
-        tokens = max(0, room // _kv_bytes_per_token(spec, dtype))
+    """Tokens of KV cache in bfloat16 that the free memory has room for beside the weights: on a GPU these are in
+    bfloat16, on a CPU about as large as on disk."""
+    half = _num_parameters(files) * _BYTES["bfloat16"]
+    places = [(f"GPU {gpu.index}, {gpu.name}", gpu.free_bytes, half) for gpu in gpus]
+    for place, free_bytes, weight_bytes in [*places, ("CPU", available_memory(), _weight_bytes(files))]:
+        tokens = max(0, (free_bytes - weight_bytes) // _kv_bytes_per_token(spec, "bfloat16"))
         verdict = (
             f"{tokens:,} tokens of KV cache: {tokens / spec.max_position:,.1f} requests of full length"
             if tokens >= spec.max_position

@@ -22,7 +22,7 @@ def test_a_machine_that_can_serve_is_told_so_and_a_taken_port_is_broken(capsys: 
     broken = [line for line in lines if line.startswith("BROKEN")]
     assert broken == [f"BROKEN port {port} on 127.0.0.1 is taken"]
     assert "       -> stop what listens there, or choose another with --port (0: any)" in lines
-    assert any("kernels: attention " in line for line in lines)
+    assert any("kernels: attention NativeAttention, layers NativeOps (native" in line for line in lines)
     assert any("the default model, smollm2-135m-instruct, is installed" in line for line in lines)
 
 
@@ -45,6 +45,12 @@ def test_a_gpu_that_torch_cannot_use_is_broken() -> None:
 
 def test_without_a_gpu_the_cpu_is_fine() -> None:
     assert [finding.state for finding in check_device([], ON_CPU)] == ["ok", "ok"]
+
+
+def test_a_cpu_without_its_fast_kernels_is_weak_and_has_a_remedy() -> None:
+    _, kernels = check_device([], {**ON_CPU, "slow": "there is no C++ compiler: install one"})
+    assert (kernels.state, kernels.remedy) == ("weak", "install one")
+    assert "as there is no C++ compiler" in kernels.what
 
 
 def test_kernels_that_cannot_be_loaded_are_broken() -> None:

@@ -44,12 +44,14 @@ def test_what_fits_is_told_for_each_device(
     free = [weights + CONFIG_KV_BYTES * tokens for tokens in (1024, 100)] + [weights]
     gpus = [Gpu(index, f"G{index}", "1", 2**40, size) for index, size in enumerate(free)]
     monkeypatch.setattr(models, "find_gpus", lambda: gpus)
+    packed = (model / "model.safetensors").stat().st_size
+    monkeypatch.setattr(models, "available_memory", lambda: packed + CONFIG_KV_BYTES * 512)
     assert main(["models", str(model)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fits on")]
     assert lines[0].endswith("1,024 tokens of KV cache: 2.0 requests of full length") and "GPU 0, G0" in lines[0]
     assert lines[1].endswith("100 tokens of KV cache: give --max-model-len 96")
     assert lines[2].endswith("the weights do not fit")
-    assert "CPU" in lines[3] and len(lines) == 4
+    assert "CPU" in lines[3] and lines[3].endswith("512 tokens of KV cache: 1.0 requests of full length")
 
 
 def test_the_list_has_the_default_model_and_the_hugging_face_cache(model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import ConfigError
-from radixserve.server.listening import listen, listen_side_by_side
+from radixserve.server.listening import listen, listen_side_by_side, url_of
 from radixserve.server.supervisor import default_api_workers
 
 
@@ -43,6 +43,12 @@ def test_two_servers_never_share_a_port(first_count: int, second_count: int) -> 
         with pytest.raises(ConfigError, match=f"port {port} .* is taken"):
             listen_side_by_side("127.0.0.1", port, second_count)
     listen("127.0.0.1", port).close()
+
+
+def test_the_url_can_be_opened_on_this_machine() -> None:
+    for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost")):
+        with listen(host, 0) as listener:
+            assert url_of(listener) == f"http://{shown}:{listener.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
