@@ -2,7 +2,7 @@
 
 `python benchmarks/gpu_shared_attention.py [--cases "16 groups of 16"]` prints the microseconds of a call, the time in
 which each byte could be read once, and how far the two kernels are apart. bf16, 16 query and 8 KV heads of 128, page
-size 16; each decode has 128 to 192 tokens of its own behind its group's prefix.
+size 16; each decode has tokens of its own behind its group's prefix.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +28,33 @@ BF16 = torch.bfloat16
 Q_HEADS, KV_HEADS, DIM, PAGE = 16, 8, 128, 16
 BYTES_PER_US = 4.29e6
 TOKEN_BYTES = 2 * 2 * KV_HEADS * DIM
-CASES = {  # groups, decodes of each, tokens of its prefix
-    "16 groups of 16": (16, 16, 2048),
-    "64 groups of 4": (64, 4, 2048),
-    "one group of 256": (1, 256, 2048),
-    "32 groups of 2": (32, 2, 2048),
-    "nothing shared": (256, 1, 512),
+CASES = {  # groups, decodes of each, tokens of its prefix, own tokens of a decode at least and at most
+    "16 groups of 16": (16, 16, 2048, 128, 192),
+    "64 groups of 4": (64, 4, 2048, 128, 192),
+    "one group of 256": (1, 256, 2048, 128, 192),
+    "32 groups of 2": (32, 2, 2048, 128, 192),
+    "256 apart": (256, 1, 0, 100, 1500),
+    "1024 apart": (1024, 1, 0, 64, 700),
+    "32 apart": (32, 1, 0, 100, 1500),
 }
+PLAIN_TUNINGS = {f"start {units}": DecodeTuning(start_units=units) for units in (0, 1, 2, 4, 8)}
 TUNINGS = {  # rows of a tile, and the rest
-    "16 rows": (16, DecodeTuning()),
-    "16 rows, 3 blocks": (16, DecodeTuning(blocks_per_sm=3)),
-    "32 rows": (32, DecodeTuning(num_warps=4, blocks_per_sm=2)),
-    "32 rows, 64 tokens": (32, DecodeTuning(block_tokens=64, num_warps=4, blocks_per_sm=2, min_slice_units=4)),
-    "64 rows, 64 tokens": (64, DecodeTuning(block_tokens=64, num_warps=4, blocks_per_sm=2, min_slice_units=4)),
+    **{f"16 rows, start {units}": (16, DecodeTuning(start_units=units)) for units in (0, 4, 8, 12, 16, 24)},
+    "32 rows, start 12": (32, DecodeTuning(num_warps=4, blocks_per_sm=2, start_units=12)),
+    "32 rows, 64 tokens, start 12": (
+        32,
+        DecodeTuning(block_tokens=64, num_warps=4, blocks_per_sm=2, min_slice_units=4, start_units=12),
+    ),
 }
 
 
 class SharedCase:
     """Decodes in shuffled order over shuffled pages, with two copies of the cache, each larger than the L2."""
 
-    def __init__(self, num_groups: int, size: int, prefix_len: int):
+    def __init__(self, num_groups: int, size: int, prefix_len: int, least: int, most: int):
         rng = np.random.default_rng(0)
         self.num_seqs = num_groups * size
-        own = rng.integers(128, 193, self.num_seqs)
+        own = rng.integers(least, most + 1, self.num_seqs)
         order = rng.permutation(self.num_seqs).reshape(num_groups, size)
         self.kv_lens = (own + prefix_len).astype(np.int32)
         num_cols, num_prefix = -(-int(self.kv_lens.max()) // PAGE), prefix_len // PAGE
@@ -57,7 +63,7 @@ class SharedCase:
         table = np.empty((self.num_seqs, num_cols), np.int32)
         table[:, num_prefix:] = own_pages.reshape(self.num_seqs, -1)
         table[order, :num_prefix] = prefix_pages.reshape(num_groups, 1, num_prefix)
-        shared = size > 1
+        self.is_shared = shared = size > 1
         self.groups = PrefixGroups(
             order.reshape(-1).astype(np.int32)[: self.num_seqs * shared],
             np.arange(0, self.num_seqs * shared + 1, size, dtype=np.int32),
@@ -75,8 +81,9 @@ class SharedCase:
             page_size=PAGE,
         )
 
-    def measure_plain(self) -> tuple[float, torch.Tensor]:
-        return self._measure(self.plain, lambda: self.plain.plan_decode(self.layout, self.num_seqs))
+    def measure_plain(self, tuning: DecodeTuning) -> tuple[float, torch.Tensor]:
+        kernel = TritonDecodeAttention(Q_HEADS, KV_HEADS, DIM, self.num_seqs, DEVICE, tuning=tuning)
+        return self._measure(kernel, lambda: kernel.plan_decode(self.layout, self.num_seqs))
 
     def measure_shared(self, tile_rows: int, tuning: DecodeTuning) -> tuple[float, torch.Tensor]:
         kernel = TritonSharedAttention(self.plain, self.num_seqs, DEVICE, tile_rows, tuning)
@@ -106,14 +113,19 @@ def main() -> None:
     for name in options.cases:
         case = SharedCase(*CASES[name])
         floor = case.tokens * TOKEN_BYTES / BYTES_PER_US
-        plain_us, plain_out = case.measure_plain()
-        print(f"{name}: plain {plain_us:.1f} us, each byte once {floor:.1f} us", flush=True)
-        results.append({"case": name, "kernel": "plain", "us": plain_us, "floor_us": floor})
-        for tuning_name, (tile_rows, tuning) in TUNINGS.items():
-            us, out = case.measure_shared(tile_rows, tuning)
-            error = relative_error(out, plain_out)
-            print(f"  {tuning_name}: {us:.1f} us, apart by {error:.1e}", flush=True)
-            results.append({"case": name, "kernel": tuning_name, "us": us, "floor_us": floor, "error": error})
+        print(f"{name}: each byte once {floor:.1f} us", flush=True)
+        measures: dict[str, Callable[[], tuple[float, torch.Tensor]]] = {
+            f"plain, {label}": partial(case.measure_plain, tuning) for label, tuning in PLAIN_TUNINGS.items()
+        }
+        if case.is_shared:
+            measures |= {label: partial(case.measure_shared, *tuning) for label, tuning in TUNINGS.items()}
+        expected = None
+        for label, measure in measures.items():
+            us, out = measure()
+            expected = out if expected is None else expected
+            error = relative_error(out, expected)
+            print(f"  {label}: {us:.1f} us, apart by {error:.1e}", flush=True)
+            results.append({"case": name, "kernel": label, "us": us, "floor_us": floor, "error": error})
     if options.out:
         options.out.write_text(json.dumps(results))
 

@@ -38,6 +38,7 @@ class DecodeTuning:
     num_stages: int = 5  # of which the page lookups take half: two blocks of keys and values are on their way
     num_warps: int = 2
     blocks_per_sm: int = 4
+    start_units: int = 4  # so much reading takes as long as to begin with a sequence and to leave its result
     min_slice_units: int = 2  # shorter slices cost more in merging than they win
 
 
@@ -97,6 +98,7 @@ class TritonDecodeAttention:
                 num_seqs,
                 self.num_slices,
                 UNIT=UNIT,
+                START_UNITS=self.tuning.start_units,
                 MIN_UNITS=self.tuning.min_slice_units,
                 SEQS=triton.next_power_of_2(num_seqs),
                 BLOCK=block,
@@ -133,6 +135,7 @@ class TritonDecodeAttention:
             D=self.head_dim,
             PAGE=layout.page_size,
             UNIT=UNIT,
+            START_UNITS=self.tuning.start_units,
             MIN_UNITS=self.tuning.min_slice_units,
             ROWS=ROWS,
             BLOCK=self.tuning.block_tokens,

@@ -7,6 +7,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+@triton.jit
+def start_units(length, START_UNITS: tl.constexpr):
+    """Those that lie before the units of ``length`` tokens on the line."""
+    return tl.where(length > 0, START_UNITS, 0)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_outputs"])
 def cut_slices(
     kv_lens_ptr,  # int32 [num_seqs]
@@ -16,6 +22,7 @@ def cut_slices(
     num_outputs,  # the first so many sequences have an output of their own
     num_slices,
     UNIT: tl.constexpr,
+    START_UNITS: tl.constexpr,  # units of no tokens before those of each sequence: what it costs to begin with it
     MIN_UNITS: tl.constexpr,
     SEQS: tl.constexpr,  # a power of two >= num_seqs
     BLOCK: tl.constexpr,
@@ -33,6 +40,7 @@ def cut_slices(
     # An empty sequence takes one unit, so that somebody writes its (zero) output.
     least = (seq < num_outputs).to(tl.int32)
     units = tl.where(seq < num_seqs, tl.maximum((lens + UNIT - 1) // UNIT, least), 0)
+    units += start_units(lens, START_UNITS)
     ends = tl.cumsum(units, 0)
     total = tl.sum(units, 0)
     if tl.program_id(0) == 0:
@@ -183,6 +191,7 @@ def decode(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
+    START_UNITS: tl.constexpr,
     MIN_UNITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -213,11 +222,12 @@ def decode(
         # The plan may be read before the wait (see plan_decode); q and the newest keys may not.
         if PREFETCH and begin < end:
             first_kv_len = tl.load(kv_lens_ptr + seq)
+            first_units = tl.load(unit_starts_ptr + seq) + start_units(first_kv_len, START_UNITS)
             prefetch_first_block(
                 k_head_ptr,
                 v_head_ptr,
                 table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride,
-                _unseen(first_kv_len, WINDOW) + (begin - tl.load(unit_starts_ptr + seq)) * UNIT,
+                _unseen(first_kv_len, WINDOW) + tl.maximum(begin - first_units, 0) * UNIT,
                 first_kv_len,
                 KV_HEADS * D,
                 D,
@@ -230,6 +240,7 @@ def decode(
         seq_end = tl.load(unit_starts_ptr + seq + 1)
         kv_len = tl.load(kv_lens_ptr + seq)
         table_row = tl.load(rows_ptr + seq)
+        tokens_begin = seq_begin + start_units(kv_len, START_UNITS)
         stop = tl.minimum(end, seq_end)
         group = (seq.to(tl.int64) * KV_HEADS + head) * GROUP * D
         q = tl.load(q_ptr + group + spot, mask=(row < GROUP)[:, None], other=0.0)
@@ -238,8 +249,8 @@ def decode(
             k_head_ptr,
             v_head_ptr,
             table_ptr + table_row.to(tl.int64) * table_stride,
-            _unseen(kv_len, WINDOW) + (position - seq_begin) * UNIT,
-            tl.minimum(_unseen(kv_len, WINDOW) + (stop - seq_begin) * UNIT, kv_len),
+            _unseen(kv_len, WINDOW) + tl.maximum(position - tokens_begin, 0) * UNIT,
+            tl.minimum(_unseen(kv_len, WINDOW) + (stop - tokens_begin) * UNIT, kv_len),
             scale,
             KV_HEADS * D,
             D,
@@ -251,15 +262,15 @@ def decode(
         )
         weight = tl.maximum(weight, 1e-30)
         result = acc / weight[:, None]
-        if (position == seq_begin) & (stop == seq_end):
+        if (position <= tokens_begin) & (stop == seq_end):
             tl.store(out_ptr + group + spot, result.to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
-        else:
+        elif stop > tokens_begin:
             part = 2 * piece + (seq_begin > begin).to(tl.int32)
             line = (part * KV_HEADS + head) * GROUP_ROWS
             tl.store(part_out_ptr + line * D + spot, result, mask=(row < GROUP_ROWS)[:, None])
             tl.store(part_lse_ptr + line + row, top + tl.log2(weight), mask=row < GROUP_ROWS)
             # Unit u belongs to slice ((u + 1) * used - 1) // total.
-            first = (((seq_begin + 1).to(tl.int64) * used - 1) // total).to(tl.int32)
+            first = (((tokens_begin + 1).to(tl.int64) * used - 1) // total).to(tl.int32)
             last = ((seq_end.to(tl.int64) * used - 1) // total).to(tl.int32)
             first_begin = (first.to(tl.int64) * total // used).to(tl.int32)
             # All threads' stores come before the release that tells the others about them.

@@ -11,6 +11,8 @@ decode costs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -26,6 +28,8 @@ _FEWEST_ITEMS = 16  # that the plan's kernel is compiled for, so that a few size
 # To leave parts and to merge them takes about as long as reading so many bytes of a layer's KV. Estimated.
 _OVERHEAD_BYTES = 16 << 20
 _MIN_SAVED_SHARE = 1 / 8
+# Who shares a prefix leaves a part for each of its query heads and counts it, so items cost more than sequences do.
+_START_UNITS = 12
 
 
 class TritonSharedAttention:
@@ -40,7 +44,8 @@ class TritonSharedAttention:
         tile_rows: int = ROWS,
         tuning: DecodeTuning | None = None,
     ) -> None:
-        self._plain, self._tuning, self._tile_rows = plain, tuning or plain.tuning, tile_rows
+        self._plain, self._tile_rows = plain, tile_rows
+        self._tuning = tuning or replace(plain.tuning, start_units=_START_UNITS)
         tile_members = tile_rows // plain.group
         token_bytes = 2 * 2 * plain.kv_heads * plain.head_dim
         self.rule = SharedPrefixRule(tile_members, _OVERHEAD_BYTES // token_bytes, _MIN_SAVED_SHARE)
@@ -72,6 +77,7 @@ class TritonSharedAttention:
             num_seqs,
             self._num_slices,
             UNIT=UNIT,
+            START_UNITS=self._tuning.start_units,
             MIN_UNITS=self._tuning.min_slice_units,
             SEQS=max(_FEWEST_ITEMS, triton.next_power_of_2(num_items)),
             BLOCK=block,
@@ -110,6 +116,7 @@ class TritonSharedAttention:
             D=plain.head_dim,
             PAGE=layout.page_size,
             UNIT=UNIT,
+            START_UNITS=tuning.start_units,
             MIN_UNITS=tuning.min_slice_units,
             ROWS=self._tile_rows,
             LANES=32 * tuning.num_warps,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from radixserve.kernels.triton_attention_kernels import attend, prefetch_first_block
+from radixserve.kernels.triton_attention_kernels import attend, prefetch_first_block, start_units
 
 
 @triton.jit
@@ -19,9 +19,10 @@ def _sequence_of(row, item, num_seqs, members_ptr, GROUP: tl.constexpr, MEMBERS:
 
 
 @triton.jit
-def _parts_of(unit_starts_ptr, item, exists, total, used):
+def _parts_of(unit_starts_ptr, lens_ptr, item, exists, total, used, START_UNITS: tl.constexpr):
     """The slice with the first part of each item, and how many slices have one; none where it does not exist."""
-    begin = tl.load(unit_starts_ptr + item, mask=exists, other=0).to(tl.int64)
+    length = tl.load(lens_ptr + item, mask=exists, other=0)
+    begin = tl.load(unit_starts_ptr + item, mask=exists, other=0).to(tl.int64) + start_units(length, START_UNITS)
     end = tl.load(unit_starts_ptr + item + 1, mask=exists, other=1).to(tl.int64)
     # Unit u belongs to slice ((u + 1) * used - 1) // total.
     first = ((begin + 1) * used - 1) // total
@@ -97,6 +98,7 @@ def decode_shared(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
+    START_UNITS: tl.constexpr,
     MIN_UNITS: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,  # threads of a block
@@ -127,12 +129,14 @@ def decode_shared(
         if PREFETCH and position < end:
             first_seq = tl.max(_sequence_of(row, item, num_seqs, members_ptr, GROUP, MEMBERS), 0)
             first_kv_len = tl.load(kv_lens_ptr + first_seq)
-            first_skipped = tl.where(item < num_seqs, first_kv_len - tl.load(lens_ptr + item), 0)
+            first_length = tl.load(lens_ptr + item)
+            first_skipped = tl.where(item < num_seqs, first_kv_len - first_length, 0)
+            first_units = tl.load(unit_starts_ptr + item) + start_units(first_length, START_UNITS)
             prefetch_first_block(
                 k_ptr + head * D,
                 v_ptr + head * D,
                 table_ptr + tl.load(rows_ptr + first_seq).to(tl.int64) * table_stride,
-                first_skipped + (position - tl.load(unit_starts_ptr + item)) * UNIT,
+                first_skipped + tl.maximum(position - first_units, 0) * UNIT,
                 first_kv_len,
                 KV_HEADS * D,
                 D,
@@ -149,6 +153,7 @@ def decode_shared(
         exists = seq >= 0
         any_seq = tl.max(seq, 0)  # all see the same pages here
         length = tl.load(lens_ptr + item)
+        tokens_begin = item_begin + start_units(length, START_UNITS)
         skipped = tl.where(is_tile, 0, tl.load(kv_lens_ptr + any_seq) - length)
         query = row % GROUP
         spot = (seq.to(tl.int64) * KV_HEADS + head) * GROUP + query
@@ -159,8 +164,8 @@ def decode_shared(
             k_ptr + head * D,
             v_ptr + head * D,
             table_ptr + tl.load(rows_ptr + any_seq).to(tl.int64) * table_stride,
-            skipped + (position - item_begin) * UNIT,
-            skipped + tl.minimum((stop - item_begin) * UNIT, length),
+            skipped + tl.maximum(position - tokens_begin, 0) * UNIT,
+            skipped + tl.minimum((stop - tokens_begin) * UNIT, length),
             scale,
             KV_HEADS * D,
             D,
@@ -173,9 +178,9 @@ def decode_shared(
         weight = tl.maximum(weight, 1e-30)
         result = acc / weight[:, None]
         place = tl.load(places_ptr + any_seq)
-        if (position == item_begin) & (stop == item_end) & (place < 0):
+        if (position <= tokens_begin) & (stop == item_end) & (place < 0):
             tl.store(out_ptr + spots, result.to(out_ptr.dtype.element_ty), mask=exists[:, None])
-        else:
+        elif stop > tokens_begin:
             own_line = (item + piece) * own_step + head * GROUP_ROWS
             prefix_line = prefix_lines + (item - num_seqs + piece) * prefix_step + head * ROWS
             line = tl.where(is_tile, prefix_line, own_line) + row
@@ -186,9 +191,11 @@ def decode_shared(
             lane_seq = _sequence_of(lane, item, num_seqs, members_ptr, GROUP, MEMBERS)
             counts = lane_seq >= 0
             lane_place = tl.load(places_ptr + lane_seq, mask=counts, other=-1)
-            _, expected = _parts_of(unit_starts_ptr, lane_seq, counts, total, used)
+            _, expected = _parts_of(unit_starts_ptr, lens_ptr, lane_seq, counts, total, used, START_UNITS)
             lane_item = num_seqs + lane_place // MEMBERS
-            _, expected_of_prefix = _parts_of(unit_starts_ptr, lane_item, lane_place >= 0, total, used)
+            _, expected_of_prefix = _parts_of(
+                unit_starts_ptr, lens_ptr, lane_item, lane_place >= 0, total, used, START_UNITS
+            )
             # All threads' stores come before the release that tells the others about them.
             tl.debug_barrier()
             counter = arrived_ptr + (lane_seq * KV_HEADS + head) * GROUP + lane % GROUP
@@ -199,8 +206,10 @@ def decode_shared(
                 complete = tl.max(tl.where(lane[None, :] == row[:, None], last[None, :], 0), 1) > 0
                 places = tl.load(places_ptr + seq, mask=complete, other=-1)
                 tile = places // MEMBERS
-                prefix_first, prefix_parts = _parts_of(unit_starts_ptr, num_seqs + tile, places >= 0, total, used)
-                own_first, own_parts = _parts_of(unit_starts_ptr, seq, complete, total, used)
+                prefix_first, prefix_parts = _parts_of(
+                    unit_starts_ptr, lens_ptr, num_seqs + tile, places >= 0, total, used, START_UNITS
+                )
+                own_first, own_parts = _parts_of(unit_starts_ptr, lens_ptr, seq, complete, total, used, START_UNITS)
                 slot_row = places % MEMBERS * GROUP + query
                 merged = _merge_rows(
                     part_out_ptr,

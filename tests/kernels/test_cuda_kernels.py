@@ -61,20 +61,21 @@ def attend(layout: BatchLayout, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> 
     return out
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("page_size", "start_units"), [(1, 5), (16, 0), (64, 2)])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 8, 64), (8, 1, 128)]
 )
 @pytest.mark.parametrize("kv_lens", [[1], [2500], [700, 1, 33, 0, 64], list(range(5, 2005, 31))])
 def test_triton_decode_attention_equals_torch(
-    kv_lens: list[int], q_heads: int, kv_heads: int, dim: int, page_size: int
+    kv_lens: list[int], q_heads: int, kv_heads: int, dim: int, page_size: int, start_units: int
 ) -> None:
-    from radixserve.kernels.triton_attention import TritonDecodeAttention
+    from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 
     layout, num_pages = make_layout(kv_lens, [1] * len(kv_lens), page_size)
     k_cache, v_cache = randn(num_pages, page_size, kv_heads, dim), randn(num_pages, page_size, kv_heads, dim)
     q = randn(len(kv_lens), q_heads, dim)
-    kernel = TritonDecodeAttention(q_heads, kv_heads, dim, len(kv_lens), DEVICE)
+    tuning = DecodeTuning(start_units=start_units)
+    kernel = TritonDecodeAttention(q_heads, kv_heads, dim, len(kv_lens), DEVICE, tuning=tuning)
     kernel.plan_decode(layout, len(kv_lens))
     first, second = (torch.full_like(q, float("nan")) for _ in range(2))
     kernel.run_decode(q, k_cache, v_cache, first)

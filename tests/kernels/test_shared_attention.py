@@ -146,7 +146,7 @@ def test_plain_torch_reads_prefixes_once_and_gives_the_same(
 
 
 @on_device
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "start_units"), [(1, 3), (16, 9)])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "dtype"),
     [
@@ -165,10 +165,11 @@ def test_triton_kernel_reads_prefixes_once_and_gives_what_torch_gives(
     dim: int,
     dtype: str,
     page_size: int,
+    start_units: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    from radixserve.kernels.triton_attention import TritonDecodeAttention
+    from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
     from radixserve.kernels.triton_shared_attention import TritonSharedAttention
 
     if INTERPRETED:
@@ -181,7 +182,7 @@ def test_triton_kernel_reads_prefixes_once_and_gives_what_torch_gives(
     k_cache, v_cache = (torch.randn(shape, device=DEVICE).to(torch_dtype) for _ in range(2))
     q = torch.randn(num_seqs, q_heads, dim, device=DEVICE).to(torch_dtype)
     plain = TritonDecodeAttention(q_heads, kv_heads, dim, num_seqs + 4, DEVICE, pdl=not INTERPRETED)
-    kernel = TritonSharedAttention(plain, num_seqs + 4, DEVICE)
+    kernel = TritonSharedAttention(plain, num_seqs + 4, DEVICE, tuning=DecodeTuning(start_units=start_units))
     members = kernel.rule.tile_members
     tiles = unpack_tiles(torch.from_numpy(case.packed(members)).to(DEVICE), num_seqs, members)
     kernel.plan_decode(case.layout, tiles, num_seqs)
