@@ -23,9 +23,12 @@ def rope_table(rope: RopeSpec | None, max_positions: int) -> Tensor:
     """fp32 [max_positions, rotary_dim]: for each position the cosines, then the sines, of rotary_dim / 2 angles.
     Without ``rope`` one angle, always 0. Where the scaling depends on the context length, that is ``max_positions``:
     tokens in the cache keep their angles however long a sequence grows."""
-    frequencies = torch.zeros(1) if rope is None else rope_frequencies(rope, max_positions)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * (_attention_factor(rope.scaling) if rope else 1.0)
+    device = torch.get_default_device()
+    with torch.device("cpu"):  # on "meta", arange loads a package for symbolic algebra, which takes a second
+        frequencies = torch.zeros(1) if rope is None else rope_frequencies(rope, max_positions)
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * (_attention_factor(rope.scaling) if rope else 1.0)
+    return table.to(device)
 
 
 def rope_frequencies(rope: RopeSpec, max_positions: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Rotary frequencies and factors equal those of transformers for every kind of scaling."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -64,3 +66,15 @@ def test_table_equals_transformers(name: str) -> None:
 def test_layers_without_positions_turn_nothing() -> None:
     table = rope_table(None, 5)
     assert torch.equal(table, torch.tensor([[1.0, 0.0]] * 5))
+
+
+def test_sizing_a_model_without_memory_loads_no_symbolic_algebra() -> None:
+    """``torch.arange`` does so on the device "meta", which made each start a second longer."""
+    program = (
+        "import sys, torch\n"
+        "from radixserve.engine.layers.rotary import rope_table\n"
+        "with torch.device('meta'): table = rope_table(None, 5)\n"
+        "assert table.device.type == 'meta' and table.shape == (5, 2)\n"
+        "assert 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
