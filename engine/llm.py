@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -129,7 +129,7 @@ class LLM:
     def _submit(self, ids: list[int], sampling: SamplingParams, running: dict[int, _Running]) -> None:
         self._num_requests += 1
         uid = self._num_requests
-        packed = np.array(ids, np.dtype("<i4")).tobytes()
+        packed = _pack(ids)
         constraint = None if sampling.grammar is None else self._grammars.compile(sampling.grammar)
         match self._scheduler.submit(_FRONTEND, Submit(uid, str(uid), packed, sampling), constraint):
             case Rejected(message=message, code=code, param=param, status=status):
@@ -154,13 +154,9 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._require_text().encode_prompt(prompt)
-        try:
-            ids = [operator.index(token_id) for token_id in prompt]
-        except TypeError as error:
-            raise InvalidRequest(f"a prompt is a text or a list of token ids: {error}", param="prompts") from error
-        if not all(0 <= token_id < 1 << 31 for token_id in ids):
-            raise InvalidRequest("prompt token ids must be 32-bit numbers, 0 or more", param="prompts")
-        return ids
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequest(f"a prompt is a text or a list of token ids, not {prompt!r}", param="prompts")
+        return list(prompt)
 
     def _require_text(self) -> TextModel:
         if self._text is None:
@@ -208,6 +204,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _pack(ids: list[int]) -> bytes:
+    """As little-endian int32s. In one pass, since prompts can hold millions of tokens."""
+    try:
+        packed = array("i", ids)
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest(f"a prompt is a text or a list of token ids: {error}", param="prompts") from error
+    if ids and np.frombuffer(packed, np.int32).min() < 0:
+        raise InvalidRequest("prompt token ids must be 0 or more", param="prompts")
+    return np.frombuffer(packed, np.int32).astype("<i4", copy=False).tobytes()
 
 
 def _rules_for(count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:

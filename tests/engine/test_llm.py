@@ -196,6 +196,14 @@ def test_one_hopeless_prompt_is_refused_before_any_is_computed(folder: Path) -> 
         assert tokens(llm, tiny_models.PROMPTS[0], greedy(2))[0]
 
 
+@pytest.mark.parametrize("prompt", [[1, 2.5], [1, "2"], [1, -2], [1, 1 << 31], 7], ids=str)
+def test_what_is_no_list_of_token_ids_is_refused_with_all_prompts(folder: Path, prompt: Any) -> None:
+    with open_llm(folder) as llm:
+        with pytest.raises(InvalidRequest, match="prompt"):
+            llm.generate([[1, 2], prompt], greedy(1))
+        assert len(llm.generate([[1, 2]], greedy(1))) == 1
+
+
 def test_rules_must_be_as_many_as_prompts(folder: Path) -> None:
     with open_llm(folder) as llm, pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
         llm.generate(tiny_models.PROMPTS[0], [greedy(), greedy()])
