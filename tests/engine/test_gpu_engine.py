@@ -94,7 +94,7 @@ def default_model() -> Model:
         resolve_model(DEFAULT_MODEL)
     except ModelError as error:
         pytest.skip(str(error))
-    return Model(DEFAULT_MODEL, load_default_model())
+    return Model(DEFAULT_MODEL, load_default_model().cuda())
 
 
 def greedy(**rules: Any) -> SamplingParams:

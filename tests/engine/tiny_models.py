@@ -116,8 +116,8 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
 @torch.inference_mode()
 def logits(model: Any, ids: list[int]) -> Tensor:
     """[len(ids), VOCAB]."""
-    found: Tensor = model(torch.tensor([ids])).logits[0]
-    return found
+    found: Tensor = model(torch.tensor([ids], device=model.device)).logits[0]
+    return found.cpu()
 
 
 @torch.inference_mode()
