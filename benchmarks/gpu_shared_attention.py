@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 Q_HEADS, KV_HEADS, DIM, PAGE = 16, 8, 128, 16
 BYTES_PER_US = 4.29e6
 TOKEN_BYTES = 2 * 2 * KV_HEADS * DIM
-CASES = {  # groups, decodes of each, tokens of its prefix, own tokens of a decode at least and at most
+CASES = {  # groups, decodes of each, tokens of its prefix, own tokens of a decode at least and at most, padding
     "16 groups of 16": (16, 16, 2048, 128, 192),
     "64 groups of 4": (64, 4, 2048, 128, 192),
     "one group of 256": (1, 256, 2048, 128, 192),
@@ -36,6 +36,7 @@ CASES = {  # groups, decodes of each, tokens of its prefix, own tokens of a deco
     "256 apart": (256, 1, 0, 100, 1500),
     "1024 apart": (1024, 1, 0, 64, 700),
     "32 apart": (32, 1, 0, 100, 1500),
+    "256 apart, padded to 1024": (256, 1, 0, 100, 1500, 768),
 }
 PLAIN_TUNINGS = {f"start {units}": DecodeTuning(start_units=units) for units in (0, 1, 2, 4, 8)}
 TUNINGS = {  # rows of a tile, and the rest
@@ -49,24 +50,25 @@ TUNINGS = {  # rows of a tile, and the rest
 
 
 class SharedCase:
-    """Decodes in shuffled order over shuffled pages, with two copies of the cache, each larger than the L2."""
+    """Decodes in shuffled order, then ``padding``, over shuffled pages, with two copies of the cache, each larger than the L2."""
 
-    def __init__(self, num_groups: int, size: int, prefix_len: int, least: int, most: int):
+    def __init__(self, num_groups: int, size: int, prefix_len: int, least: int, most: int, padding: int = 0):
         rng = np.random.default_rng(0)
-        self.num_seqs = num_groups * size
-        own = rng.integers(least, most + 1, self.num_seqs)
-        order = rng.permutation(self.num_seqs).reshape(num_groups, size)
+        self.num_live = num_live = num_groups * size
+        self.num_seqs = num_live + padding
+        own = rng.integers(least, most + 1, num_live)
+        order = rng.permutation(num_live).reshape(num_groups, size)
         self.kv_lens = (own + prefix_len).astype(np.int32)
         num_cols, num_prefix = -(-int(self.kv_lens.max()) // PAGE), prefix_len // PAGE
-        pages = rng.permutation(self.num_seqs * (num_cols - num_prefix) + num_groups * num_prefix).astype(np.int32)
+        pages = rng.permutation(num_live * (num_cols - num_prefix) + num_groups * num_prefix).astype(np.int32)
         prefix_pages, own_pages = np.split(pages, [num_groups * num_prefix])
-        table = np.empty((self.num_seqs, num_cols), np.int32)
-        table[:, num_prefix:] = own_pages.reshape(self.num_seqs, -1)
+        table = np.empty((num_live, num_cols), np.int32)
+        table[:, num_prefix:] = own_pages.reshape(num_live, -1)
         table[order, :num_prefix] = prefix_pages.reshape(num_groups, 1, num_prefix)
         self.is_shared = shared = size > 1
         self.groups = PrefixGroups(
-            order.reshape(-1).astype(np.int32)[: self.num_seqs * shared],
-            np.arange(0, self.num_seqs * shared + 1, size, dtype=np.int32),
+            order.reshape(-1).astype(np.int32)[: num_live * shared],
+            np.arange(0, num_live * shared + 1, size, dtype=np.int32),
             np.full(num_groups * shared, prefix_len, np.int32),
         )
         self.tokens = int(own.sum()) + num_groups * prefix_len
@@ -75,7 +77,7 @@ class SharedCase:
         self.q = torch.randn(self.num_seqs, Q_HEADS, DIM, device=DEVICE, dtype=BF16)
         self.plain = TritonDecodeAttention(Q_HEADS, KV_HEADS, DIM, self.num_seqs, DEVICE)
         self.layout: Any = types.SimpleNamespace(
-            kv_lens=torch.from_numpy(self.kv_lens).to(DEVICE),
+            kv_lens=torch.from_numpy(np.pad(self.kv_lens, (0, padding))).to(DEVICE),
             rows=torch.arange(self.num_seqs, dtype=torch.int32, device=DEVICE),
             page_table=torch.from_numpy(table).to(DEVICE),
             page_size=PAGE,
@@ -101,7 +103,7 @@ class SharedCase:
             for cache in [*reversed(self.caches)] * 4:
                 kernel.run_decode(self.q, cache[0], cache[1], out)
 
-        return graph_us(body, 4 * len(self.caches)), out
+        return graph_us(body, 4 * len(self.caches)), out[: self.num_live]
 
 
 def main() -> None:

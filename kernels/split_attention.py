@@ -55,6 +55,5 @@ class SplitAttention:
         if self._has_chunks and self._on_host:
             self._chunks.run_into(q[split:], k_cache, v_cache, out[split:], window)
         elif self._has_chunks:
-            # After the decodes, since it takes back the rows in which their padding has left zeros.
             self._unplanned_chunks.run(self._layout, q, k_cache, v_cache, out, window)
         return out

@@ -79,7 +79,7 @@ class TritonDecodeAttention:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self._cuts = {window: (ints(max_seqs + 1), ints(self.num_slices)) for window in windows}
+        self._cuts = {window: (ints(max_seqs + 2), ints(self.num_slices)) for window in windows}
         self._arrived = ints(max_seqs, kv_heads)
         part = (2 * self.num_slices, kv_heads, self.group_rows)
         self._part_out = torch.empty(*part, head_dim, dtype=torch.float32, device=device)
@@ -109,6 +109,7 @@ class TritonDecodeAttention:
 
     def run_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, window: int | None = None) -> None:
         """q, out [num_seqs, q_heads, D]; caches of one layer [pages, page_size, kv_heads, D]; all contiguous.
+        Nothing is written for sequences of length 0, which are padding.
         ``window``: how many tokens a query sees, one of those given at the start."""
         layout = self._layout
         unit_starts, slice_seqs = self._cuts[window]

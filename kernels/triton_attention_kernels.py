@@ -13,13 +13,13 @@ def start_units(length, START_UNITS: tl.constexpr):
     return tl.where(length > 0, START_UNITS, 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_outputs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_decodes"])
 def cut_slices(
     kv_lens_ptr,  # int32 [num_seqs]
-    unit_starts_ptr,  # int32 [num_seqs + 1] out: units before each sequence, then all of them
+    unit_starts_ptr,  # int32 [num_seqs + 2] out: units before each sequence, all of them, and the end of those in use
     slice_seqs_ptr,  # int32 [num_slices] out: the sequence in which each slice begins
     num_seqs,
-    num_outputs,  # the first so many sequences have an output of their own
+    num_decodes,  # the first so many; those in use end where the last one with tokens does
     num_slices,
     UNIT: tl.constexpr,
     START_UNITS: tl.constexpr,  # units of no tokens before those of each sequence: what it costs to begin with it
@@ -37,15 +37,15 @@ def cut_slices(
     lens = tl.load(kv_lens_ptr + seq, mask=seq < num_seqs, other=0)
     if WINDOW:
         lens = tl.minimum(lens, WINDOW)
-    # An empty sequence takes one unit, so that somebody writes its (zero) output.
-    least = (seq < num_outputs).to(tl.int32)
-    units = tl.where(seq < num_seqs, tl.maximum((lens + UNIT - 1) // UNIT, least), 0)
-    units += start_units(lens, START_UNITS)
+    # An empty sequence is padding: it takes no unit, and nobody writes its output.
+    units = (lens + UNIT - 1) // UNIT + start_units(lens, START_UNITS)
     ends = tl.cumsum(units, 0)
     total = tl.sum(units, 0)
     if tl.program_id(0) == 0:
         tl.store(unit_starts_ptr + seq, ends - units, mask=seq < num_seqs)
         tl.store(unit_starts_ptr + num_seqs, total)
+        in_use = (seq < num_decodes) & (units > 0)
+        tl.store(unit_starts_ptr + num_seqs + 1, tl.max(tl.where(in_use, seq + 1, 0), 0))
     used = tl.minimum(tl.maximum(total // MIN_UNITS, 1), num_slices)
     part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = (part.to(tl.int64) * total // used).to(tl.int32)

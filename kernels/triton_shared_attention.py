@@ -56,7 +56,7 @@ class TritonSharedAttention:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self._unit_starts = ints(max_seqs + max_tiles + 1)
+        self._unit_starts = ints(max_seqs + max_tiles + 2)
         self._slice_items = ints(self._num_slices)
         self._arrived = ints(max_seqs, plain.kv_heads * plain.group)
         # A part for each slice or item that begins, of the sequences and of the tiles.

@@ -116,6 +116,7 @@ def decode_shared(
     head = tl.program_id(0)
     piece = tl.program_id(1)
     total = tl.load(unit_starts_ptr + num_items)
+    end_of_own = tl.load(unit_starts_ptr + num_items + 1)
     item = tl.load(slice_items_ptr + piece)
     used = tl.minimum(tl.maximum(total // MIN_UNITS, 1), num_slices)
     position = (piece.to(tl.int64) * total // used).to(tl.int32)
@@ -228,3 +229,4 @@ def decode_shared(
                 tl.store(arrived_ptr + spot, 0, mask=complete)
         position = stop
         item += (stop == item_end).to(tl.int32)
+        item = tl.where((item >= end_of_own) & (item < num_seqs), num_seqs, item)  # past the padding

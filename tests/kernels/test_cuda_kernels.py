@@ -80,8 +80,9 @@ def test_triton_decode_attention_equals_torch(
     first, second = (torch.full_like(q, float("nan")) for _ in range(2))
     kernel.run_decode(q, k_cache, v_cache, first)
     kernel.run_decode(q, k_cache, v_cache, second)
-    assert error(first, attend(layout, q, k_cache, v_cache)) < 1e-2
-    assert torch.equal(first, second)
+    live = layout.kv_lens > 0  # the others are padding
+    assert error(first[live], attend(layout, q, k_cache, v_cache)[live]) < 1e-2
+    assert torch.equal(first[live], second[live])
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -189,6 +189,7 @@ def test_triton_kernel_reads_prefixes_once_and_gives_what_torch_gives(
     first, second = (torch.full_like(q, float("nan")) for _ in range(2))
     kernel.run_decode(q, k_cache, v_cache, first)
     kernel.run_decode(q, k_cache, v_cache, second)
-    reference = case.attend(q, k_cache, v_cache)
-    assert float((first.float() - reference).norm() / reference.norm()) < (1e-5 if INTERPRETED else 1e-2)
-    assert torch.equal(first, second)
+    live = case.layout.kv_lens > 0  # the others are padding
+    reference = case.attend(q, k_cache, v_cache)[live]
+    assert float((first[live].float() - reference).norm() / reference.norm()) < (1e-5 if INTERPRETED else 1e-2)
+    assert torch.equal(first[live], second[live])
