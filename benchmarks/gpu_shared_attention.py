@@ -50,7 +50,8 @@ TUNINGS = {  # rows of a tile, and the rest
 
 
 class SharedCase:
-    """Decodes in shuffled order, then ``padding``, over shuffled pages, with two copies of the cache, each larger than the L2."""
+    """Decodes in shuffled order, then ``padding``, over shuffled pages, with two copies of the cache, each larger than
+    the L2."""
 
     def __init__(self, num_groups: int, size: int, prefix_len: int, least: int, most: int, padding: int = 0):
         rng = np.random.default_rng(0)
