@@ -109,6 +109,11 @@ inline Floats sums_of(Floats* v) {
 #endif
 }
 
+// softcap * tanh(scores / softcap)
+inline Floats capped(Floats scores, float softcap) {
+  return softcap * (1.0f - 2.0f / (exp(scores * (2.0f / softcap)) + 1.0f));
+}
+
 // One query of the heads that share a key-value head: sees tokens first_seen .. kv_len - 1. q, out [group][dim]; scores:
 // room for [group][tokens seen, rounded up to 16].
 template <class Cache>
@@ -154,7 +159,7 @@ class Query {
         }
       }
       Floats scores = sums_of(acc) * op_.score_scale;
-      if (op_.softcap != 0) scores = op_.softcap * (1.0f - 2.0f / (exp(scores * (2.0f / op_.softcap)) + 1.0f));
+      if (op_.softcap != 0) scores = capped(scores, op_.softcap);
       store(scores_ + g * padded_ + first, scores);
     }
   }
@@ -285,7 +290,7 @@ class QueryBlock {
       for (int64_t i = 0; i < kTogether; i++) scores[k + i] = acc[i];
     }
     if (op_.softcap != 0)
-      for (Floats& score : scores) score = op_.softcap * (1.0f - 2.0f / (exp(score * (2.0f / op_.softcap)) + 1.0f));
+      for (Floats& score : scores) score = capped(score, op_.softcap);
     if (first + kKeys - 1 > position_ || first <= last_ - op_.window) mask(v, first, scores);
     const Floats top = weigh(v, scores);
     const Floats shrink = exp(tops_[v] - top);

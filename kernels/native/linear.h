@@ -58,8 +58,8 @@ struct Linear {
   }
 
 #if defined(HAS_TILES)
-  // Two panels at a time: p and its partner, or, in plain products, p and p + 1 if that exists.
-  void by_tiles(int64_t p, const Activations& a, int64_t tokens, uint8_t* unpacked) const {
+  // For tokens start .. end - 1, two panels at a time: p and its partner, or, in plain products, p and p + 1 if that exists.
+  void by_tiles(int64_t p, const Activations& a, int64_t start, int64_t end, uint8_t* unpacked) const {
     const bool has_second = gated || p + 1 < out_panels;
     const int64_t bytes = blocks * kBlockBytes[kBf16];
     const int64_t indices[2] = {p, gated ? p + out_panels : p + 1};
@@ -71,8 +71,8 @@ struct Linear {
       wide[i] = unpacked + i * bytes;
     }
     alignas(64) float products[2][32][kLanes];
-    for (int64_t first = 0; first < tokens; first += 32) {
-      const int64_t count = std::min<int64_t>(32, tokens - first);
+    for (int64_t first = start; first < end; first += 32) {
+      const int64_t count = std::min<int64_t>(32, end - first);
       multiply_tiles(wide[0], wide[1], blocks, a.wide + first * op.cols, op.cols, count > 16, products[0][0]);
       for (int64_t t = 0; t < count; t++) {
         const Floats one = load<Floats>(products[0][t]), two = load<Floats>(products[1][t]);

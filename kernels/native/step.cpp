@@ -25,6 +25,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "threads.h"
+#include "tile_attention.h"
 
 namespace {
 
@@ -105,8 +106,11 @@ void Walker::linear(const Op& op, Phase& preparing, Phase& phase) {
   if (by_tiles) {
     uint8_t* unpacked = (uint8_t*)own_.q.at_least(2 * layer.blocks * kBlockBytes[kBf16]);
     const int64_t step = layer.gated ? 1 : 2;
-    phase.share((layer.out_panels + step - 1) / step, 1, pulse_,
-                [&](int64_t i) { layer.by_tiles(i * step, a, tokens, unpacked); });
+    const int64_t panels = (layer.out_panels + step - 1) / step, span = tokens_in_cache(op.cols);
+    phase.share(panels * ((tokens + span - 1) / span), 1, pulse_, [&](int64_t i) {
+      const int64_t first = i / panels * span;
+      layer.by_tiles(i % panels * step, a, first, std::min(first + span, tokens), unpacked);
+    });
     return;
   }
 #endif
@@ -136,6 +140,13 @@ void Walker::attend_cached(const Op& op, Phase& phase) {
     const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block;
     const int64_t count = std::min(per_block, step_.query_starts[s + 1] - first), kv_len = step_.kv_lens[s];
     if (step_.query_starts[s + 1] - step_.query_starts[s] > 1) {
+#if defined(HAS_TILES)
+      static_assert(TileQueryBlock::kRows == QueryBlock<Cache>::kRows, "they share out the same pieces");
+      if (has_tiles_ && TileQueryBlock::fits(op)) {
+        TileQueryBlock(op, step_, s, head, first, count, own_.row.at_least(TileQueryBlock::room(op))).attend();
+        return;
+      }
+#endif
       float* room = own_.row.at_least(QueryBlock<Cache>::room(op));
       QueryBlock<Cache>(op, step_, s, head, first, count, room).attend();
       return;

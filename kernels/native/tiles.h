@@ -7,6 +7,7 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <cstdint>
 
 #include "dots.h"
@@ -17,6 +18,12 @@ namespace {
 // integers were tried too: scaling each block's sums takes them longer than all takes the integer vectors.
 bool choose_tiles(bool has_tiles, int32_t kind, int64_t tokens) {
   return has_tiles && tokens >= (kind == kBf16 ? 5 : 14);
+}
+
+// Tokens whose activations stay in a core's second cache while panels pass by; each span unpacks the panels anew.
+int64_t tokens_in_cache(int64_t cols) {
+  constexpr int64_t kBytes = 1 << 20, kFewest = 256;
+  return std::max(kFewest, kBytes / (2 * cols) / 32 * 32);
 }
 
 #if defined(__AMX_BF16__)

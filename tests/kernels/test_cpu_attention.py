@@ -50,27 +50,49 @@ def make_kernel(request: pytest.FixtureRequest) -> Callable[[AttentionShape], At
     return lambda shape: NativeAttention(shape, ops)
 
 
+def check(
+    make_kernel: Callable[[AttentionShape], AttentionKernel],
+    shape: AttentionShape,
+    pieces: list[tuple[int, int]],
+    tolerance: float | None = None,
+) -> None:
+    """Each of ``pieces`` and each window of ``shape``, in pages that lie about."""
+    generator = torch.Generator().manual_seed(3)
+    kv_lens = np.array([length for length, _ in pieces], np.int32)
+    starts = np.concatenate(([0], np.cumsum([queries for _, queries in pieces]))).astype(np.int32)
+    rows, columns = len(pieces), 300 // PAGE_SIZE
+    table = np.random.default_rng(0).permutation(rows * columns).reshape(rows, columns).astype(np.int32)
+    size = (table.size, PAGE_SIZE, KV_HEADS, shape.head_dim)
+    k_cache, v_cache = (torch.randn(size, generator=generator).to(shape.dtype) for _ in range(2))
+    q = torch.randn(int(starts[-1]), Q_HEADS, shape.head_dim, generator=generator)
+    kernel = make_kernel(shape)
+    arrays = (np.arange(rows, dtype=np.int32), kv_lens, starts, table)
+    num_decodes = sum(queries == 1 for _, queries in pieces)
+    kernel.plan(BatchLayout(num_decodes, PAGE_SIZE, *(torch.from_numpy(array) for array in arrays), *arrays))
+
+    for window in shape.windows:
+        attended = kernel.run(q, k_cache, v_cache, window)
+        for row, (length, _) in enumerate(pieces):
+            k, v = (cache[table[row].tolist()].flatten(0, 1)[:length].float() for cache in (k_cache, v_cache))
+            first, last = starts[row : row + 2].tolist()
+            expected = plainly(q[first:last], k, v, shape.score_scale, shape.softcap, window)
+            torch.testing.assert_close(
+                attended[first:last], expected, atol=tolerance, rtol=tolerance, msg=f"window {window}, piece {row}"
+            )
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_each_query_sees_its_window_with_capped_scores(
     softcap: float | None, scale: float | None, make_kernel: Callable[[AttentionShape], AttentionKernel]
 ) -> None:
-    generator = torch.Generator().manual_seed(3)
-    kv_lens = np.array([length for length, _ in PIECES], np.int32)
-    starts = np.concatenate(([0], np.cumsum([queries for _, queries in PIECES]))).astype(np.int32)
-    rows, columns = len(PIECES), 300 // PAGE_SIZE
-    table = np.random.default_rng(0).permutation(rows * columns).reshape(rows, columns).astype(np.int32)
-    k_cache, v_cache = (torch.randn(table.size, PAGE_SIZE, KV_HEADS, DIM, generator=generator) for _ in range(2))
-    q = torch.randn(int(starts[-1]), Q_HEADS, DIM, generator=generator)
     windows = (None, 1, 20, 50, 299)
-    kernel = make_kernel(AttentionShape(Q_HEADS, KV_HEADS, DIM, PAGE_SIZE, q.dtype, scale, softcap, windows))
-    arrays = (np.arange(rows, dtype=np.int32), kv_lens, starts, table)
-    kernel.plan(BatchLayout(3, PAGE_SIZE, *(torch.from_numpy(array) for array in arrays), *arrays))
+    shape = AttentionShape(Q_HEADS, KV_HEADS, DIM, PAGE_SIZE, torch.float32, scale, softcap, windows)
+    check(make_kernel, shape, PIECES)
 
-    for window in windows:
-        attended = kernel.run(q, k_cache, v_cache, window)
-        for row, (length, _) in enumerate(PIECES):
-            k, v = (cache[table[row].tolist()].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
-            first, last = starts[row : row + 2].tolist()
-            expected = plainly(q[first:last], k, v, scale or DIM**-0.5, softcap, window)
-            torch.testing.assert_close(attended[first:last], expected, msg=f"window {window}, piece {row}")
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_cache_in_bf16_costs_little_precision(softcap: float | None, native_ops: NativeOps) -> None:
+    """Also in blocks of queries that a tile unit multiplies: heads of a multiple of 32, several blocks of keys."""
+    shape = AttentionShape(Q_HEADS, KV_HEADS, 64, PAGE_SIZE, torch.bfloat16, None, softcap, (None, 20, 100))
+    check(lambda shape: NativeAttention(shape, native_ops), shape, [(60, 1), (70, 70), (300, 50)], 0.02)

@@ -1,0 +1,211 @@
+// Attention of a chunk's queries with the tile unit, over a cache in bf16.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "attention.h"
+#include "tiles.h"
+
+#if defined(HAS_TILES)
+
+namespace {
+
+// Sixteen vectors of 16 values of 32 bits, transposed in place.
+inline void transpose(__m512i* r) {
+  __m512i t[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 8; i++) {  // r[i] and r[i + 4]: quarters of rows i & ~3 and four further ones
+    const int at = i / 4 * 8 + i % 4;
+    t[at] = _mm512_shuffle_i32x4(r[at], r[at + 4], 0x88);
+    t[at + 4] = _mm512_shuffle_i32x4(r[at], r[at + 4], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    const int first = i % 4 + (i / 4) * 4;
+    const __m512i a = t[first], b = t[first + 8];
+    r[i / 4 * 4 + i % 4] = _mm512_shuffle_i32x4(a, b, 0x88);
+    r[i / 4 * 4 + i % 4 + 8] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  }
+}
+
+// As QueryBlock, with both products in tiles of bf16: scores [keys][rows] = K Q^T, and out [dims][rows] += V^T weights.
+// So rows lie side by side in a vector all the way. Keys are as they are in the cache; values must be transposed.
+class TileQueryBlock {
+ public:
+  static constexpr int64_t kVectors = 4, kRows = kVectors * kLanes, kKeys = 64;
+
+  static bool fits(const Op& op) {
+    return op.cache_bf16 && op.head_dim % kBlock == 0 && op.q_heads / op.kv_heads <= kRows;
+  }
+  static int64_t queries(const Op& op) { return std::max<int64_t>(1, kRows / (op.q_heads / op.kv_heads)); }
+  // Floats of memory that it works in.
+  static size_t room(const Op& op) { return op.head_dim * (kRows * 3 / 2 + kKeys) + kKeys * kLanes * 3 / 2; }
+
+  TileQueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
+      : op_(op), step_(step), sequence_(sequence), kv_head_(kv_head), first_(first),
+        group_(op.q_heads / op.kv_heads), rows_(count * group_), vectors_((rows_ + kLanes - 1) / kLanes),
+        dim_(op.head_dim), position_(step.kv_lens[sequence] - (step.query_starts[sequence + 1] - first)),
+        last_(position_ + count - 1), out_(room), scores_(out_ + kRows * dim_),
+        weights_((uint8_t*)(scores_ + kKeys * kLanes)), queries_(weights_ + kKeys * kLanes * 2),
+        keys_(queries_ + kRows * dim_ * 2), values_(keys_ + kKeys * dim_ * 2) {}
+
+  void attend() {
+    for (int64_t v = 0; v < vectors_; v++) start(v);
+    const int64_t first_key = std::max<int64_t>(0, position_ - op_.window + 1);
+    Places places(op_, step_, sequence_, kv_head_, first_key);
+    for (int64_t key = first_key; key <= last_; key += kKeys) {
+      fetch(key, places);
+      for (int64_t v = 0; v < vectors_; v++) add_block(v, key);
+    }
+    for (int64_t row = 0; row < rows_; row++) {
+      const float share = 1.0f / totals_[row / kLanes][row % kLanes];
+      float* to = op_.out + place(row);
+      for (int64_t d = 0; d < dim_; d++) to[d] = out_[(row / kLanes * dim_ + d) * kLanes + row % kLanes] * share;
+    }
+  }
+
+ private:
+  int64_t place(int64_t row) const {
+    return ((first_ + row / group_) * op_.q_heads + kv_head_ * group_ + row % group_) * dim_;
+  }
+
+  // Scaled queries as bf16 pairs of dimensions [dim / 2][16 rows]; the rows that fill the last vector repeat the last.
+  void start(int64_t v) {
+    for (int64_t d = 0; d < dim_; d += kBlock) {
+      __m512i pairs[kLanes];
+      for (int64_t lane = 0; lane < kLanes; lane++) {
+        const float* q = op_.in + place(std::min(v * kLanes + lane, rows_ - 1)) + d;
+        const Floats low = load<Floats>(q) * op_.score_scale, high = load<Floats>(q + kLanes) * op_.score_scale;
+        pairs[lane] = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+      }
+      transpose(pairs);
+      for (int64_t i = 0; i < kLanes; i++) store(queries_ + 32 * (v * dim_ + d) + 64 * i, pairs[i]);
+    }
+    for (int64_t lane = 0; lane < kLanes; lane++)
+      positions_[v][lane] = (int32_t)(position_ + std::min(v * kLanes + lane, rows_ - 1) / group_);
+    std::memset(out_ + v * dim_ * kLanes, 0, dim_ * sizeof(Floats));
+    tops_[v] = spread(-1e30f);  // finite: a window may leave a row none of the first keys
+    totals_[v] = Floats{};
+  }
+
+  // keys_ [dim / 32][kKeys][32]; values_ [kKeys / 32][dim][32 keys]. Keys after the last one repeat it, and are masked.
+  void fetch(int64_t first, Places& places) {
+    int64_t at[kKeys];
+    for (int64_t k = 0; k < kKeys; k++) at[k] = first + k <= last_ ? places.next() : at[k - 1];
+    const uint16_t* keys = (const uint16_t*)op_.k_cache;
+    for (int64_t d = 0; d < dim_; d += kBlock)
+      for (int64_t k = 0; k < kKeys; k++)
+        store(keys_ + 2 * (d * kKeys + k * kBlock), load<Ints>(keys + at[k] + d));
+    const uint16_t* values = (const uint16_t*)op_.v_cache;
+    for (int64_t k = 0; k < kKeys; k += kBlock) {
+      for (int64_t d = 0; d < dim_; d += kLanes) {
+        __m512i pairs[kLanes];
+        for (int64_t i = 0; i < kLanes; i++) {
+          const __m512i even = _mm512_cvtepu16_epi32((__m256i)load<Halves>(values + at[k + 2 * i] + d));
+          const __m512i odd = _mm512_cvtepu16_epi32((__m256i)load<Halves>(values + at[k + 2 * i + 1] + d));
+          pairs[i] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+        }
+        transpose(pairs);
+        for (int64_t i = 0; i < kLanes; i++) store(values_ + 2 * (k * dim_ + (d + i) * kBlock), pairs[i]);
+      }
+    }
+  }
+
+  void add_block(int64_t v, int64_t first) {
+    multiply_keys(v);
+    Floats* scores = (Floats*)scores_;
+    if (op_.softcap != 0)
+      for (int64_t k = 0; k < kKeys; k++) scores[k] = capped(scores[k], op_.softcap);
+    if (first + kKeys - 1 > position_ || first <= last_ - op_.window) mask(v, first, scores);
+    Floats top = tops_[v], total{};
+    for (int64_t k = 0; k < kKeys; k++) top = scores[k] > top ? scores[k] : top;
+    for (int64_t k = 0; k < kKeys; k += 2) {
+      const Floats even = exp(scores[k] - top), odd = exp(scores[k + 1] - top);
+      total += even + odd;
+      store(weights_ + 32 * k, interleave(even, odd));
+    }
+    const Floats shrink = exp(tops_[v] - top);
+    tops_[v] = top;
+    totals_[v] = totals_[v] * shrink + total;
+    float* out = out_ + v * dim_ * kLanes;
+    for (int64_t d = 0; d < dim_; d++) store(out + d * kLanes, load<Floats>(out + d * kLanes) * shrink);
+    add_values(out);
+  }
+
+  void multiply_keys(int64_t v) const {
+    static_assert(kKeys == 4 * kLanes, "a tile of sums for each 16 keys");
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < dim_; d += kBlock) {
+      const uint8_t* keys = keys_ + 2 * d * kKeys;
+      _tile_loadd(4, queries_ + 32 * (v * dim_ + d), 64);
+      _tile_loadd(5, keys, 64);
+      _tile_dpbf16ps(0, 5, 4);
+      _tile_loadd(6, keys + 1024, 64);
+      _tile_dpbf16ps(1, 6, 4);
+      _tile_loadd(7, keys + 2048, 64);
+      _tile_dpbf16ps(2, 7, 4);
+      _tile_loadd(5, keys + 3072, 64);
+      _tile_dpbf16ps(3, 5, 4);
+    }
+    _tile_stored(0, scores_, 64);
+    _tile_stored(1, scores_ + 256, 64);
+    _tile_stored(2, scores_ + 512, 64);
+    _tile_stored(3, scores_ + 768, 64);
+  }
+
+  void add_values(float* out) const {
+    static_assert(kKeys == 2 * kBlock, "two tiles of weights");
+    _tile_loadd(4, weights_, 64);
+    _tile_loadd(5, weights_ + 1024, 64);
+    for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
+      const uint8_t* values = values_ + 2 * d * kBlock;
+      _tile_loadd(0, out + d * kLanes, 64);
+      _tile_loadd(1, out + (d + kLanes) * kLanes, 64);
+      _tile_loadd(6, values, 64);
+      _tile_dpbf16ps(0, 6, 4);
+      _tile_loadd(7, values + 1024, 64);
+      _tile_dpbf16ps(1, 7, 4);
+      _tile_loadd(6, values + 2 * kBlock * dim_, 64);
+      _tile_dpbf16ps(0, 6, 5);
+      _tile_loadd(7, values + 2 * kBlock * dim_ + 1024, 64);
+      _tile_dpbf16ps(1, 7, 5);
+      _tile_stored(0, out + d * kLanes, 64);
+      _tile_stored(1, out + (d + kLanes) * kLanes, 64);
+    }
+  }
+
+  void mask(int64_t v, int64_t first, Floats* scores) const {
+    const int32_t window = (int32_t)std::min<int64_t>(op_.window, INT32_MAX / 2);
+    for (int64_t k = 0; k < kKeys; k++) {
+      const Ints distance = positions_[v] - (int32_t)(first + k);
+      scores[k] = (distance >= 0) & (distance < window) ? scores[k] : spread(-INFINITY);
+    }
+  }
+
+  const Op& op_;
+  const Step& step_;
+  const int64_t sequence_, kv_head_, first_, group_, rows_, vectors_, dim_;
+  const int64_t position_, last_;  // of the first and the last query
+  float *out_, *scores_;           // [kVectors][dim][16], [kKeys][16]
+  uint8_t *weights_, *queries_, *keys_, *values_;  // bf16 pairs
+  Floats tops_[kVectors], totals_[kVectors];
+  Ints positions_[kVectors];
+};
+
+}  // namespace
+
+#endif
