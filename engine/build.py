@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +258,7 @@ class _Parts:
         num_graphs = self._capture(runner, -1, lambda share: None) if self._captures(runner) else 0
         graph_bytes = free - torch.cuda.mem_get_info(device)[0] + _GRAPH_BYTES * num_graphs
         del runner
+        gc.collect()  # a runner and its graphs know each other
         torch.cuda.empty_cache()
         return peak + graph_bytes
 

@@ -6,7 +6,9 @@ alone are captured whole, sampling included; steps that also hold prompt chunks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,9 +66,22 @@ def _capture(step: Callable[[], Tensor], pool: Any) -> _Captured:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with no_collection(), torch.cuda.graph(graph, pool=pool):
         output = step()
     return _Captured(graph, output)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Leave cyclic garbage where it is. If it held a graph, an event or device memory, to destroy that would end a
+    capture that goes on at the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
