@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from radixserve.configs.schema import DEFAULT_MODEL, ServeConfig
 from radixserve.configs.sources import Layer, merge
 from radixserve.engine.build import build_engine, ignore_progress
 from radixserve.engine.built import new_scheduler
-from radixserve.engine.errors import InvalidRequest, ModelError
+from radixserve.engine.errors import InvalidRequest, ModelError, RadixServeError
 from radixserve.engine.interrupts import Interrupts
 from radixserve.engine.loading import explained_lack_of_memory
 from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, TokenEvent, TokenLogprobs
@@ -73,6 +73,7 @@ class LLM:
         self._grammars = built.grammars
         self._pipeline: StepPipeline | None = StepPipeline(self._scheduler, built.runner, overlap=built.overlap)
         self._num_requests = 0
+        self._open: dict[int, _Running] = {}
         self.max_model_len = built.max_model_len
         self.description = built.description
 
@@ -98,10 +99,32 @@ class LLM:
                     interrupts.check()
                 self._run(running, interrupts, show_progress)
             finally:
-                for uid, request in running.items():
-                    if not request.completion.finish_reason:
-                        self._scheduler.abort(_FRONTEND, uid)
+                self._leave(running)
         return [request.completion for request in running.values()]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Complete one prompt and give its text in pieces, as they come. Leaving the iteration ends the request.
+
+        Other calls may be made meanwhile; they move it on, too. Raises ``InvalidRequest`` if it cannot be served.
+        """
+        running: dict[int, _Running] = {}
+        num_given = 0
+        try:
+            self._submit(self._ids(prompt), sampling_params or SamplingParams(), running)
+            ((_, request),) = running.items()
+            completion = request.completion
+            while num_given < len(completion.text) or not completion.finish_reason:
+                if num_given < len(completion.text):
+                    piece = completion.text[num_given:]
+                    num_given += len(piece)
+                    yield piece
+                    continue
+                with Interrupts():
+                    self._step()
+            if completion.error is not None:
+                raise RadixServeError(completion.error)
+        finally:
+            self._leave(running)
 
     def chat(
         self,
@@ -134,22 +157,33 @@ class LLM:
         match self._scheduler.submit(_FRONTEND, Submit(uid, str(uid), packed, sampling), constraint):
             case Rejected(message=message, code=code, param=param, status=status):
                 raise InvalidRequest(message, code=code, param=param, status=status)
-        running[uid] = _Running(Completion(ids), sampling, self._text)
+        running[uid] = self._open[uid] = _Running(Completion(ids), sampling, self._text)
 
     def _run(self, running: dict[int, _Running], interrupts: Interrupts, show_progress: bool) -> None:
-        """Step until every request has ended."""
+        """Step until every one of ``running`` has ended, and nothing else is left to do."""
+        with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
+            while self._step():
+                interrupts.check()
+                if show_progress:
+                    bar.update(sum(bool(request.completion.finish_reason) for request in running.values()) - bar.n)
+
+    def _step(self) -> bool:
+        """Advance all open requests. False: there is nothing to do."""
         if self._pipeline is None:
             raise RuntimeError("this LLM is closed")
-        with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
-            while self._pipeline.advance():
-                interrupts.check()
-                for event in self._scheduler.take_outputs().get(_FRONTEND, Outputs()).each():
-                    request = running.get(event.uid)
-                    if request is None or request.completion.finish_reason:
-                        continue  # aborted by an earlier call, or at a stop string
-                    if request.take(event):
-                        bar.update()
-                        self._scheduler.abort(_FRONTEND, event.uid)
+        has_work = self._pipeline.advance()
+        for event in self._scheduler.take_outputs().get(_FRONTEND, Outputs()).each():
+            request = self._open.get(event.uid)  # None: left by its caller, or ended at a stop string
+            if request is not None and request.take(event):
+                del self._open[event.uid]
+                self._scheduler.abort(_FRONTEND, event.uid)
+        return has_work
+
+    def _leave(self, running: dict[int, _Running]) -> None:
+        """End those that have not ended."""
+        for uid in running:
+            if self._open.pop(uid, None) is not None:
+                self._scheduler.abort(_FRONTEND, uid)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

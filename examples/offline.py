@@ -1,4 +1,4 @@
-"""The engine in this process, without a server: batches, chats, token ids, log-probabilities."""
+"""The engine in this process, without a server: batches, chats, streams, token ids, log-probabilities."""
 
 from radixserve import LLM, SamplingParams
 
@@ -10,6 +10,10 @@ with LLM() as llm:  # or LLM("owner/model", max_model_len=4096): options as thos
 
     answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0))
     print(answer.text)
+
+    for piece in llm.stream("The capital of France is", SamplingParams(temperature=0, max_tokens=16)):
+        print(piece, end="", flush=True)
+    print()
 
     (scored,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=1, logprobs=3))
     print(scored.token_ids, [(token, round(logprob, 2)) for token, logprob in scored.logprobs[0].top])

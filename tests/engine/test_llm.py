@@ -261,3 +261,25 @@ def test_a_model_larger_than_memory_is_an_error_with_a_remedy(folder: Path, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="the weights take .* GiB.* smaller model"):
         open_llm(tmp_path, load_format="dummy")
+
+
+def test_a_stream_gives_the_same_text_in_pieces_whatever_runs_beside_it(tmp_path: Path) -> None:
+    with open_llm(write_byte_model(tmp_path), load_format="dummy") as llm:
+        (whole,) = llm.generate("hello", greedy())
+        pieces = list(llm.stream("hello", greedy()))
+        assert "".join(pieces) == whole.text and len(pieces) > 1
+        stream = llm.stream("hello", greedy())
+        first = next(stream)
+        (beside,) = llm.generate("hello", greedy())
+        assert first + "".join(stream) == beside.text == whole.text
+
+
+def test_a_stream_that_is_left_or_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    with open_llm(write_byte_model(tmp_path), load_format="dummy") as llm:
+        (whole,) = llm.generate("hello", greedy())
+        for piece in llm.stream("hello", greedy(200)):
+            assert piece
+            break
+        with pytest.raises(InvalidRequest, match="token"):
+            next(llm.stream("hello" * 1000, greedy()))
+        assert llm.generate("hello", greedy())[0].text == whole.text
