@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -26,7 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     left in the context. ``seed`` None draws one at admission; with a seed the tokens do not depend on the batch.
     ``logprobs`` is the number of alternatives reported beside the chosen token (0: only the chosen one, None: none).
     ``grammar``: what the output must match, as ``engine/structured.py`` writes it.
-    ``stop`` (strings) is honoured by whoever turns ids into text; the engine itself knows token ids only.
+    ``stop`` (strings) is honoured by whoever turns ids into text; the engine itself knows token ids only. At run time a
+    list is as good as a tuple, and so is one string.
     Raises ``InvalidRequest`` that names the field.
     """
 
@@ -49,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: str | None = None
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "stop", _all_of(self.stop))
         _at_least("max_tokens", self.max_tokens, 1)
         _at_least("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -78,6 +81,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalties(self) -> bool:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+
+
+def _all_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:

@@ -204,6 +204,11 @@ def test_what_is_no_list_of_token_ids_is_refused_with_all_prompts(folder: Path, 
         assert len(llm.generate([[1, 2]], greedy(1))) == 1
 
 
+@pytest.mark.parametrize("stop", ["END", ["END"], ("END",)], ids=str)
+def test_one_stop_string_is_not_taken_for_its_letters(stop: Any) -> None:
+    assert SamplingParams(stop=stop).stop == ("END",)
+
+
 def test_rules_must_be_as_many_as_prompts(folder: Path) -> None:
     with open_llm(folder) as llm, pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
         llm.generate(tiny_models.PROMPTS[0], [greedy(), greedy()])
