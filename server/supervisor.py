@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,6 +34,8 @@ EXIT_FAILED = 1
 _DRAIN_MARGIN_S = 5.0
 # From the end of the lifeline to SIGKILL. A child leaves at once unless a C call holds its interpreter.
 _LEAVE_S = 3.0
+# For workers to tell their clients that the service has given up: a little more than they take for it.
+_FAREWELL_S = 3.0
 # Frontend processes by default, on the host of a GPU: one for so many cores, but not more than that.
 _CORES_PER_WORKER, _MOST_WORKERS = 4, 4
 # Signals that come as close as this are one: `make` and the terminal may both pass on the same Ctrl-C.
@@ -237,26 +239,33 @@ class Supervisor:
                 child.start(self._config.to_private_json())
 
     def _end_children(self) -> None:
-        """End all lifelines, and kill those that do not leave."""
+        """End all lifelines, and kill those that do not leave. Who gives up lets the workers tell their clients."""
+        if self._exit_status == EXIT_FAILED:
+            for worker in self._workers:
+                worker.send("drain 0")
+            _await_ends(self._workers, _FAREWELL_S, self._wait)
         for child in self._children:
             child.close_lifeline()
-        self._await_ends(_LEAVE_S)
-        for child in self._still_alive():
+        _await_ends(self._children, _LEAVE_S, self._wait)
+        for child in _still_alive(self._children):
             logger.warning("%s does not leave: killing it", child.spec.name)
             child.kill()
-        self._await_ends(_LEAVE_S)
-
-    def _await_ends(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        while self._still_alive() and time.monotonic() < deadline:
-            self._wait(deadline)
-
-    def _still_alive(self) -> list[Child]:
-        for child in self._children:
-            child.reap()
-        return [child for child in self._children if child.alive]
+        _await_ends(self._children, _LEAVE_S, self._wait)
 
     def _finish(self, exit_status: int) -> None:
         """Decide the end; the first decision stands."""
         if self._exit_status is None:
             self._exit_status = exit_status
+
+
+def _await_ends(children: Sequence[Child], patience_s: float, wait: Callable[[float], object]) -> None:
+    """``wait`` sleeps until a signal arrives or the time comes."""
+    deadline = time.monotonic() + patience_s
+    while _still_alive(children) and time.monotonic() < deadline:
+        wait(deadline)
+
+
+def _still_alive(children: Sequence[Child]) -> list[Child]:
+    for child in children:
+        child.reap()
+    return [child for child in children if child.alive]

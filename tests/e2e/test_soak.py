@@ -54,7 +54,7 @@ def test_seconds_at_twice_the_capacity_with_a_killed_engine(tmp_path: Path) -> N
 @pytest.mark.timeout(0)
 def test_minutes_at_twice_the_capacity(tmp_path: Path) -> None:
     seconds = float(os.environ.get("SOAK_SECONDS", "900"))
-    account = soak(tmp_path, seconds, kill_every_s=60)
+    account = soak(tmp_path, seconds, kill_every_s=130)  # one that dies six times in ten minutes is given up
     engine_mib, workers_mib = account.flatness()
     print(f"\n{account.num_sent} requests in {seconds:g} s: {dict(account.outcomes)}, {dict(account.reasons)}")
     print(

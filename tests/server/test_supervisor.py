@@ -204,6 +204,7 @@ def test_a_crash_loop_is_given_up(start: Start) -> None:
     assert status == 1
     assert len(service.pids("engine")) == 3
     assert "engine ended with exit status 1, 3 times within 600 s; giving up" in errors
+    assert service.events("worker", "drains") == [["worker", "drains", "0.0"]]  # so that clients hear of it
     service.assert_nothing_left()
 
 
