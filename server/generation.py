@@ -185,7 +185,7 @@ class Choice:
 
     def _end(self, finish_reason: str, stop_reason: str | int | None) -> None:
         if self._parser is not None:
-            self._deltas += self._parser.finish()
+            self._deltas += self._parser.finish(cut=finish_reason == "length")
             if self._parser.num_calls and finish_reason == "stop":
                 finish_reason = "tool_calls"
         self.finish_reason, self.stop_reason = finish_reason, stop_reason

@@ -15,7 +15,8 @@ from radixserve.server.output.reader import END, Malformed, Reader, Reading
 
 class OutputParser:
     """Of one choice. ``thinking``: the prompt ends inside reasoning. ``tools``: parameter schemas by name; calls are
-    looked for only if there are some. What is no sound call, or calls something else, is content.
+    looked for only if there are some. What is no sound call, or calls something else, is content; but a call that a
+    marker began and the limit of tokens cut before its name is dropped.
 
     ``single_call``: from the second call on nothing is told.
     """
@@ -30,6 +31,7 @@ class OutputParser:
         single_call: bool = False,
     ):
         self.in_reasoning = False
+        self._cut = False  # the text is over, and was cut
         self._deltas = Deltas(_short_id if calls is not None and calls.short_ids else _long_id)
         self._reader = Reader()
         self._call_reader = CallReader(self._reader, self._deltas, tools)
@@ -47,8 +49,9 @@ class OutputParser:
             self._run.send(char)
         return self._take()
 
-    def finish(self) -> list[Delta]:
-        """What was held back. The last call."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """What was held back. The last call. ``cut``: the text did not end by itself."""
+        self._cut = cut
         self._run.send(END)
         self._deltas.finish()
         return self._take()
@@ -97,10 +100,17 @@ class OutputParser:
         if form.bare and (yield from self._begins_with_any(form.bare)):
             yield from self._body(form, "")
         while form.starts:
-            start = yield from self._reader.until(self._deltas.content, *form.starts)
+            start = yield from self._reader.until(self._deltas.content, *form.starts, at_end=self._begun)
             if start is None:
                 return
             yield from self._body(form, start)
+
+    def _begun(self, text: str) -> None:
+        """``text`` began a call and is none: content, unless it was cut. Some markers begin as a word does, though."""
+        if self._cut and not text.strip().isalpha():
+            self._deltas.edge()
+        else:
+            self._deltas.content(text)
 
     def _begins_with_any(self, chars: str) -> Reading[bool]:
         self._reader.mark()
@@ -118,8 +128,10 @@ class OutputParser:
             yield from bodies.get(form.body, read.mistral_body)()
         except Malformed:
             text = self._reader.since_mark()
+            follows_call = self._deltas.num_calls > num_calls
+            tell = self._begun if start or follows_call else self._deltas.content
             if not read.in_call:  # else all of it was told as arguments
-                self._deltas.content(text if self._deltas.num_calls > num_calls else start + text)
+                tell(text if follows_call else start + text)
             read.in_call = False
             return
         self._deltas.edge()
@@ -130,6 +142,8 @@ class OutputParser:
         for end in ends:
             if (yield from self._begins_with(end)):
                 return
+        if self._cut:  # within what closes the calls
+            self._reader.drop_given_back()
 
 
 def _long_id() -> str:

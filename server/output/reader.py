@@ -43,6 +43,9 @@ class Reader:
         self._marked.append(char)
         return char
 
+    def drop_given_back(self) -> None:
+        self._given_back = ""
+
     def give_back(self, chars: str) -> None:
         """The last characters, which ``next`` is to return again."""
         if chars:
@@ -64,14 +67,19 @@ class Reader:
             char = yield from self.next()
         return char
 
-    def until(self, emit: Callable[[str], None], *markers: str) -> Reading[str | None]:
-        """Pass text to ``emit`` up to the first of ``markers`` and return that, or None at the end of the text."""
+    def until(
+        self, emit: Callable[[str], None], *markers: str, at_end: Callable[[str], None] | None = None
+    ) -> Reading[str | None]:
+        """Pass text to ``emit`` up to the first of ``markers`` and return that, or None at the end of the text.
+
+        ``at_end``: gets the beginning of a marker with which the text ends, instead of ``emit``.
+        """
         matcher = StopStringMatcher(markers)
         while matcher.matched is None:
             char = yield from self.next()
             if char == END:
                 if held := matcher.finish():
-                    emit(held)
+                    (at_end or emit)(held)
                 return None
             if shown := matcher.feed(char):
                 emit(shown)

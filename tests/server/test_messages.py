@@ -113,6 +113,10 @@ def test_stop_reasons_tell_what_ended_the_answer(own: httpx.Client) -> None:
         assert events(own, ask("abcdefg", **fields))[-2]["delta"]["stop_reason"] == reason
     cut = answer(own, ask('<tool_call>\n{"name": "add", "arguments": {"n": 1}}', tools=TOOLS, max_tokens=45))
     assert (cut["stop_reason"], cut["content"][0]["input"]) == ("max_tokens", {})
+    body = ask(TWO_CALLS, tools=TOOLS, max_tokens=TWO_CALLS.index('add"'))
+    assert [block["text"] for block in answer(own, body)["content"]] == ["I call."]
+    told = [event["delta"] for event in events(own, body) if event["type"] == "content_block_delta"]
+    assert "".join(delta["text"] for delta in told) == "I call."
     assert answer(own, ask(""))["content"] == []
 
 

@@ -28,8 +28,8 @@ def parser(family: str | None, **options: Any) -> OutputParser:
     return OutputParser(THINK, CALLS[family] if family else None, TOOLS, **options)
 
 
-def feed(run: OutputParser, *pieces: str) -> list[Delta]:
-    return [*(delta for piece in pieces for delta in run.feed(piece)), *run.finish()]
+def feed(run: OutputParser, *pieces: str, cut: bool = False) -> list[Delta]:
+    return [*(delta for piece in pieces for delta in run.feed(piece)), *run.finish(cut=cut)]
 
 
 def said(deltas: list[Delta]) -> Said:
@@ -156,6 +156,45 @@ def test_transcripts_say_the_same_however_they_are_cut(family: str | None, text:
     assert said(feed(parser(family), *text)) == expected, "character by character"
     for cut in range(1, len(text)):
         assert said(feed(parser(family), text[:cut], text[cut:])) == expected, f"cut at {cut}"
+
+
+NOW = '<tool_call>{"name": "now", "arguments": {}}'
+CUT_TRANSCRIPTS: list[tuple[str, str, Said]] = [
+    ("hermes", "I look.\n<tool_c", ("", "I look.", [])),
+    ("hermes", "I look.\n<tool_call>", ("", "I look.", [])),
+    ("hermes", '<think>hm</think>\n<tool_call>\n{"name": "wea', ("hm", "", [])),
+    ("hermes", '<tool_call>{"arguments": {"city": "Os', ("", "", [])),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os', ("", "", [("weather", '{"city": "Os')])),
+    ("hermes", f'{NOW}</tool_call>\n<tool_call>{{"na', ("", "", [("now", {})])),
+    ("hermes", f"{NOW}\n</tool_c", ("", "", [("now", {})])),
+    ("hermes", NOW.removesuffix("}"), ("", "", [("now", {})])),
+    ("hermes", "<tool_call>no json", ("", "<tool_call>no json", [])),
+    ("hermes", "is a <b> so \n", ("", "is a <b> so \n", [])),
+    ("qwen3_coder", "On it.\n<tool_call>\n<function=wea", ("", "On it.", [])),
+    ("llama3_json", '<|python_tag|>{"name": "no', ("", "", [])),
+    ("llama3_json", '{"name": "no', ("", '{"name": "no', [])),
+    ("pythonic", "<|python_start|>[weather(city='O", ("", "", [])),
+    ("pythonic", "[weather(city='O", ("", "[weather(city='O", [])),
+    ("pythonic", "[now(), weather(ci", ("", "", [("now", {})])),
+    ("mistral", "Sure.[TOOL_CALLS]weath", ("", "Sure.", [])),
+    ("phi", 'I look. functools[{"na', ("", "I look.", [])),
+    ("phi", "Python has func", ("", "Python has func", [])),
+    ("phi", "Python has functools", ("", "Python has functools", [])),
+    ("json", '[{"name": "no', ("", '[{"name": "no', [])),
+    ("json", '[{"name": "now"}, {"na', ("", "", [("now", {})])),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), CUT_TRANSCRIPTS)
+def test_calls_cut_before_their_name_are_dropped(family: str, text: str, expected: Said) -> None:
+    assert said(feed(parser(family), *text, cut=True)) == expected, "character by character"
+    for middle in range(len(text)):
+        assert said(feed(parser(family), text[:middle], text[middle:], cut=True)) == expected, f"fed up to {middle}"
+
+
+def test_texts_that_end_by_themselves_keep_calls_that_are_not_whole() -> None:
+    for text in ("I look.\n<tool_c", 'I look.\n<tool_call>{"name": "wea'):
+        assert said(feed(parser("hermes"), text)) == ("", text, [])
 
 
 def test_every_family_has_transcripts() -> None:

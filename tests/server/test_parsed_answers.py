@@ -59,6 +59,15 @@ def test_without_tools_and_with_choice_none_calls_are_text(own: httpx.Client) ->
         assert "tool_calls" not in found and found["content"].startswith(TWO_CALLS)
 
 
+def test_a_call_cut_at_the_limit_is_no_content(own: httpx.Client) -> None:
+    body = ask(TWO_CALLS, tools=TOOLS, max_completion_tokens=TWO_CALLS.index('add"'))
+    answer = own.post(CHAT, json=body).json()["choices"][0]
+    assert answer["message"]["content"] == "I call." and "tool_calls" not in answer["message"]
+    chunks = [chunk["choices"][0] for chunk in events(own, CHAT, body)]
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I call."
+    assert answer["finish_reason"] == chunks[-1]["finish_reason"] == "length"
+
+
 def test_one_call_at_most_where_parallel_calls_are_off(own: httpx.Client) -> None:
     found = message(own, ask(TWO_CALLS, tools=TOOLS, parallel_tool_calls=False))
     assert [call["function"]["name"] for call in found["tool_calls"]] == ["add"]

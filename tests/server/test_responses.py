@@ -118,6 +118,13 @@ def test_an_answer_that_meets_the_limit_is_incomplete(own: httpx.Client) -> None
     assert shape(events(own, ask("abcdef", max_output_tokens=3)))[-1] == "incomplete"
 
 
+def test_a_call_cut_at_the_limit_is_no_text(own: httpx.Client) -> None:
+    body = ask(TWO_CALLS, tools=TOOLS, max_output_tokens=TWO_CALLS.index('add"'))
+    for whole in (answer(own, body), events(own, body)[-1]["response"]):
+        (item,) = whole["output"]
+        assert (whole["status"], item["content"][0]["text"]) == ("incomplete", "I call.")
+
+
 def test_an_empty_answer_is_an_empty_message(own: httpx.Client) -> None:
     assert answer(own, ask(""))["output"][0]["content"][0]["text"] == ""
     assert "output_item.done" in shape(events(own, ask("")))
