@@ -26,6 +26,7 @@ from radixserve.engine.recorded_model import RecordedModel
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
 from radixserve.engine.sizing import (
+    check_num_pages,
     choose_dtype,
     choose_max_num_seqs,
     choose_model_len,
@@ -85,6 +86,8 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     progress("sizing the KV cache", 1.0)
     parts = _Parts(config, spec, sizes, model, kernels)
     num_pages = parts.choose_num_pages()
+    pool_tokens = num_pages * sizes.page_size
+    shorter = f", requests of up to {pool_tokens:,}" if pool_tokens < sizes.max_model_len else ""
     runner = parts.runner(num_pages)
     parts.prepare(runner, progress)
     page_size, order = sizes.page_size, config.radix_eviction_policy
@@ -104,8 +107,8 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
         pulse=kernels.pulse,
         description=(
             f"{config.model} ({spec.family}) in {describe_weights(model)} on {_name(device)}; "
-            f"kernels: {runner.kernels}{kernels.notice}; KV cache of {num_pages * sizes.page_size:,} tokens "
-            f"({num_pages:,} pages of {sizes.page_size}); context of {sizes.max_model_len:,} tokens"
+            f"kernels: {runner.kernels}{kernels.notice}; KV cache of {pool_tokens:,} tokens "
+            f"({num_pages:,} pages of {sizes.page_size}); context of {sizes.max_model_len:,} tokens{shorter}"
         ),
     )
 
@@ -209,7 +212,6 @@ class _Parts:
             free, total = torch.cuda.mem_get_info(sizes.device)
             free_bytes = cuda_kv_bytes(total, total - free, step_bytes, config.gpu_memory_utilization)
         return choose_num_pages(
-            config,
             free_bytes,
             page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, sizes.kv_dtype),
             sizes.page_size,
@@ -303,11 +305,13 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
 
 def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: _Kernels, device: torch.device) -> _Sizes:
     is_native = isinstance(kernels.ops, NativeOps)
+    max_model_len, page_size = choose_model_len(config, spec), choose_page_size(config)
+    check_num_pages(config, page_size, max_model_len)
     return _Sizes(
         device=device,
         kv_dtype=choose_native_kv_dtype(config.dtype) if is_native else kernels.dtype,
-        max_model_len=choose_model_len(config, spec),
-        page_size=choose_page_size(config),
+        max_model_len=max_model_len,
+        page_size=page_size,
         step_tokens=choose_step_tokens(config, device.type),
         max_num_seqs=choose_max_num_seqs(config, device.type),
     )

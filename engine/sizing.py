@@ -17,6 +17,8 @@ _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 _MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
 # A CPU would compute prompts in small, dear pieces.
 _TARGET_ITL_MS = {"cpu": None, "cuda": 50.0}
+# A pool of fewer tokens serves nobody: a chat template alone takes some dozens.
+_MIN_POOL_TOKENS = 128
 # On the CPU the KV cache shares memory with everything else.
 _CPU_MEMORY_SHARE = 0.4
 _CPU_KV_BYTES = 4 << 30
@@ -85,15 +87,21 @@ def choose_overlap(options: SchedulerOptions, device: str) -> bool:
     return device == "cuda" if disabled is None else not disabled
 
 
-def choose_num_pages(
-    options: CacheOptions, free_bytes: int, page_bytes: int, page_size: int, max_model_len: int, most_tokens: int
-) -> int:
-    """KV pages: what was asked for, or what fits in ``free_bytes``, and no more than ``most_tokens`` need.
+def check_num_pages(options: CacheOptions, page_size: int, max_model_len: int) -> None:
+    """Raises ``ConfigError`` when the pages asked for are too few for even a short request."""
+    least = -(-min(_MIN_POOL_TOKENS, max_model_len) // page_size)
+    if options.num_pages is not None and options.num_pages < least:
+        raise ConfigError(
+            f"num_pages {options.num_pages} is a KV cache of {options.num_pages * page_size} tokens, too few for even "
+            f"a short chat; use --num-pages {least} or more, or leave it out to fill the free memory"
+        )
+
+
+def choose_num_pages(free_bytes: int, page_bytes: int, page_size: int, max_model_len: int, most_tokens: int) -> int:
+    """KV pages that fit in ``free_bytes``, and no more than ``most_tokens`` need.
 
     Raises ``ConfigError`` when not even one request of full length fits.
     """
-    if options.num_pages is not None:
-        return options.num_pages
     useful = -(-most_tokens // page_size)
     num_pages = min(useful, pages_that_fit(free_bytes, page_bytes))
     if num_pages * page_size >= max_model_len:

@@ -12,7 +12,8 @@ import sys
 
 import httptools
 from starlette.types import Scope
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent
+from uvicorn._types import Scope as UvicornScope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -21,6 +22,8 @@ from radixserve.server.limits import LimitedProtocol
 _EXTENSION = "radixserve.chunks"
 # Requests that may wait behind the one being answered before the client has to.
 _PIPELINED = 8
+# Bytes that an answer of unknown length has left: more than any has.
+_UNKNOWN = 1 << 62
 
 
 class ChunkWriter:
@@ -43,7 +46,9 @@ class ChunkWriter:
 class Connection(LimitedProtocol):
     """Tells of each request's scope how to write its chunks. Tells the request that is being answered when its client
     goes, not just the last one that was read. Answers requests that ask for another protocol, which nobody has here,
-    as if they had not asked."""
+    as if they had not asked. Gives HTTP/1.0 no chunks, which it does not know.
+
+    A client that shuts down its sending side is gone, as for uvicorn: nothing tells it from one that closed."""
 
     _answered: RequestResponseCycle | None = None
     _data = b""
@@ -87,7 +92,29 @@ class Connection(LimitedProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.scope["extensions"].pop(_EXTENSION)
+            app = _without_chunks(cycle, app)
         super()._start_asgi_task(cycle, app)
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """``app`` for a client that learns from the end of the connection where an answer of unknown length ends."""
+
+    async def run(scope: UvicornScope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def send_plain(message: ASGISendEvent) -> None:
+            if message["type"] == "http.response.start":
+                if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+                    cycle.chunked_encoding, cycle.expected_content_length = False, _UNKNOWN
+            elif message["type"] == "http.response.body" and cycle.expected_content_length >= _UNKNOWN:
+                # uvicorn counts down to 0 what is still to come.
+                more = message.get("more_body", False)
+                cycle.expected_content_length = len(message.get("body", b"")) + (_UNKNOWN if more else 0)
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
 
 
 def chunk_writer(scope: Scope) -> ChunkWriter | None:

@@ -248,6 +248,11 @@ def test_context_longer_than_the_model_is_refused(folder: Path) -> None:
         open_llm(folder, max_model_len=1024)
 
 
+def test_cache_too_small_for_a_short_chat_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--num-pages 8 or more"):
+        open_llm(folder, page_size=16, num_pages=7)
+
+
 def test_backend_that_is_not_here_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="flashinfer"):
         open_llm(folder, attention_backend="flashinfer")

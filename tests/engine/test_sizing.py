@@ -9,6 +9,7 @@ from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_spec import LayerSpec, ModelSpec
 from radixserve.engine.rope_spec import RopeSpec
 from radixserve.engine.sizing import (
+    check_num_pages,
     choose_dtype,
     choose_max_num_seqs,
     choose_model_len,
@@ -60,8 +61,8 @@ def test_defaults_by_device() -> None:
     assert choose_page_size(CacheOptions(page_size=1)) == 1
 
 
-def num_pages(free_bytes: int, most_tokens: int = 10**9, options: CacheOptions | None = None) -> int:
-    return choose_num_pages(options or CacheOptions(), free_bytes, 1000, 16, max_model_len=160, most_tokens=most_tokens)
+def num_pages(free_bytes: int, most_tokens: int = 10**9) -> int:
+    return choose_num_pages(free_bytes, 1000, 16, max_model_len=160, most_tokens=most_tokens)
 
 
 def test_pages_fill_the_memory_but_are_no_more_than_useful() -> None:
@@ -73,7 +74,15 @@ def test_memory_for_less_than_one_full_request_is_refused_with_what_to_do() -> N
     assert num_pages(10_000) == 10
     with pytest.raises(ConfigError, match="--max-model-len.*--num-pages"):
         num_pages(9_999)
-    assert num_pages(0, options=CacheOptions(num_pages=3)) == 3
+
+
+@pytest.mark.parametrize(("page_size", "max_model_len", "least"), [(16, 8192, 8), (1, 8192, 128), (16, 40, 3)])
+def test_a_pool_in_which_not_even_a_short_chat_fits_is_refused(page_size: int, max_model_len: int, least: int) -> None:
+    check_num_pages(CacheOptions(), page_size, max_model_len)
+    check_num_pages(CacheOptions(num_pages=least), page_size, max_model_len)
+    for number in (1, least - 1):
+        with pytest.raises(ConfigError, match=f"num_pages {number} .* --num-pages {least} or more"):
+            check_num_pages(CacheOptions(num_pages=number), page_size, max_model_len)
 
 
 def test_a_gpu_runs_more_requests_at_once_unless_told_otherwise() -> None:
