@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from radixserve.engine.fairness import who_yields
 from radixserve.engine.policy import Policy, WaitingLine
 from radixserve.engine.prefill import MAX_UNFINISHED
 from radixserve.engine.request import PREFIX_KEY_TOKENS, Request
@@ -14,6 +15,11 @@ from radixserve.kvcache.manager import CacheManager
 # Tokens that admission leaves room for, for each running request and the new one: enough to decode a while before
 # anybody must be retracted, little enough that requests with a high token limit run side by side.
 DECODE_RESERVE = 64
+
+# Whose turn it is and who waits longer than this may get the seat of another tenant with too many; one such exchange
+# in so many seconds, since each costs a step of its own and, where the cache is short, the prompt once more.
+SEAT_PATIENCE_S = 1.0
+SEAT_INTERVAL_S = 0.25
 
 # Requests that compute their prompt, by what those who could share a prefix with them have in common.
 Leaders = dict[tuple[str, bytes], list[Request]]
@@ -31,6 +37,8 @@ class Admission:
         self._running = running
         self._max_running = max_running
         self._shares_prefixes = shares_prefixes
+        self._rank = policy.rank
+        self._next_look_s = 0.0
 
     @property
     def free_seats(self) -> int:
@@ -59,6 +67,26 @@ class Admission:
             count, wanted = count + 1, wanted + request.unfinished
             reserve += request.unfinished + _decode_reserve(request)
         return started
+
+    def seat_to_take_back(self, now_s: float) -> Request | None:
+        """The running request that must step back so that each API key gets its share of the seats, if one must (see
+        ``who_yields``): the last one by the policy's rank. Call ``took_back`` once it has."""
+        if now_s < self._next_look_s or not self.waiting or len(self._running) < 2:
+            return None
+        running = [request for request in self._running.by_row.values() if not request.ended]
+        claimant = self.waiting.next_in_turn(running)
+        victims: list[Request] = []
+        if claimant.arrived_at < now_s - SEAT_PATIENCE_S and claimant.waits_for is None:
+            victims = who_yields(running, claimant, self.waiting.weights)
+        if not victims:
+            self._next_look_s = now_s + SEAT_INTERVAL_S
+            return None
+        return max(victims, key=self._rank)
+
+    def took_back(self, request: Request, now_s: float) -> None:
+        """``request`` was retracted, since another tenant waits for a seat."""
+        request.yielded = True
+        self._next_look_s = now_s + SEAT_INTERVAL_S
 
     def _start(self, request: Request, reserve_tokens: int) -> bool:
         """Give ``request`` a row, if its tokens, its first steps and the reserve for those that run fit.

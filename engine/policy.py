@@ -106,6 +106,16 @@ class WaitingLine:
         self.shares.settle(running)
         return self.shares.interleave(orders)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the tenants that wait."""
+        return {tenant: line.weight for tenant, line in self._lines.items()}
+
+    def next_in_turn(self, running: Iterable[Request]) -> Request:
+        """The first request of the tenant whose turn it is; somebody waits. As for ``candidates``."""
+        self.shares.settle(running)
+        return self._lines[self.shares.least_served(self._lines)].requests[0]
+
     def admit(self, request: Request) -> None:
         """Take ``request`` out for its admission; with lpm those of its tenant that stood before it were overtaken."""
         for passed in self._take_out(request):

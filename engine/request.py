@@ -55,6 +55,7 @@ class Request:
     admitted_at: float = 0.0  # first admission; of the same clock
     charged: int = 0  # of ``cost``, to its tenant
     overtaken: int = 0  # requests of its tenant that arrived later and were admitted before it (policy lpm)
+    yielded: bool = False  # has given its seat to another tenant once
     ended: bool = False  # its final event is out; a launched step may still hold its row
     sound: bool = True  # false once a step that wrote its KV failed
     waits_for: Request | None = None  # computes a prefix right now that this request shares ...

@@ -191,9 +191,16 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None: then nothing can be launched before a launched step is completed or a request comes.
 
-        When pages run out the youngest running request is retracted. That needs all tokens to be known, so with steps
-        in flight the answer is None, which makes the caller complete them.
+        When pages run out the youngest running request is retracted, and so is one of a tenant that has more than its
+        share of the seats while another waits. That needs all tokens to be known, so with steps in flight the answer is
+        None, which makes the caller complete them.
         """
+        now_s = self._clock()
+        if (over_share := self._admission.seat_to_take_back(now_s)) is not None:
+            if self.steps_in_flight:
+                return None
+            self._retract(over_share)
+            self._admission.took_back(over_share, now_s)
         retracted = False
         while True:
             decode_rows = self._running.decodes.due()

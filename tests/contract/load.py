@@ -19,11 +19,11 @@ class Leaver:
     """One request on a bare socket, so that the test decides how it ends: ``fin``, ``rst`` or ``half`` (only the
     sending side is closed, the client still reads)."""
 
-    def __init__(self, api: Api, path: str, body: dict[str, Any]):
+    def __init__(self, api: Api, path: str, body: dict[str, Any], key: str = ""):
         host, port = api.server.url.removeprefix("http://").split(":")
         self._socket = socket.create_connection((host, int(port)))
         data = msgspec.json.encode(body)
-        head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nx-api-key: {key}\r\n"
         self._socket.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
     def leave(self, how: str = "fin") -> None:

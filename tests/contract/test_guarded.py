@@ -13,29 +13,36 @@ import httpx
 import pytest
 
 from radixserve.tests.contract.api import CHAT, COMPLETIONS, Api, chat_body, comp_body, launched, refused
-from radixserve.tests.contract.load import Reader
+from radixserve.tests.contract.load import Leaver, Reader
 from radixserve.tests.e2e.server_process import running_server
 
 KEY = "k-Test_123"
+FLOODING_KEY = "k-flood_456"
 ORIGIN = "http://localhost:3000"
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    flags = ("--api-key", KEY, "--cors-allow-origins", ORIGIN, "--health-timeout", "2")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    others = tmp_path_factory.mktemp("keys") / "keys"
+    others.write_text(f"{FLOODING_KEY} flood\n")
+    flags = ("--api-key", KEY, "--api-key-file", str(others), "--cors-allow-origins", ORIGIN, "--health-timeout", "2")
     queue = ("--max-num-seqs", "2", "--max-num-queued-reqs", "8")
     with launched(*flags, *queue, headers={"authorization": f"Bearer {KEY}"}) as running:
         yield running
 
 
-def wait_idle(api: Api) -> None:
+def wait_for_stats(api: Api, **expected: int) -> dict[str, int]:
     deadline = time.monotonic() + 30
     while True:
-        stats = api.http.get("/server_info").json()["stats"]
-        if stats["running"] == stats["waiting"] == 0:
-            break
+        stats: dict[str, int] = api.http.get("/server_info").json()["stats"]
+        if all(stats[name] == value for name, value in expected.items()):
+            return stats
         assert time.monotonic() < deadline, stats
         time.sleep(0.05)
+
+
+def wait_idle(api: Api) -> None:
+    stats = wait_for_stats(api, running=0, waiting=0)
     assert stats["kv_free_tokens"] + stats["kv_evictable_tokens"] == stats["kv_total_tokens"]
 
 
@@ -73,6 +80,20 @@ def test_overflowing_queue_answers_everybody(api: Api) -> None:
         if answer not in served:
             assert refused(answer, 429)["code"] == "queue_full"
             assert int(answer.headers["retry-after"]) >= 1
+    wait_idle(api)
+
+
+def test_a_key_that_floods_leaves_others_a_place_in_the_queue_and_a_seat(api: Api) -> None:
+    endless = comp_body("Once upon a time", max_tokens=4000, ignore_eos=True)
+    flood = [Leaver(api, COMPLETIONS, endless, FLOODING_KEY) for _ in range(14)]
+    try:
+        wait_for_stats(api, running=2, waiting=8)
+        assert api.comp("1, 2, 3,", max_tokens=4)["usage"]["completion_tokens"] == 4
+        stats = wait_for_stats(api, running=2, waiting=8)
+        assert stats["retracted"] == 1, "one of the flood has stepped back, and is running again"
+    finally:
+        for leaver in flood:
+            leaver.close()
     wait_idle(api)
 
 

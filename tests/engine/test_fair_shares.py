@@ -16,6 +16,22 @@ def harness_of(num_seats: int = 2, policy: str = "fcfs", **options: int) -> Harn
     return Harness(num_pages=128, options=scheduling)
 
 
+STEP_S = 0.1
+
+
+class Timed(Harness):
+    """Each step takes ``STEP_S`` of the scheduler's clock, so that it takes seats back after ten, then each third."""
+
+    def __init__(self, num_seats: int, **sizes: int | bool) -> None:
+        self.time = 0
+        options = SchedulerOptions(max_num_seqs=num_seats)
+        super().__init__(options=options, clock=lambda: self.time * STEP_S, **sizes)  # type: ignore[arg-type]
+
+    def running(self, answers: list[Answer]) -> int:
+        """How many of ``answers`` got a token in the last step."""
+        return sum(answer.times[-1:] == [self.time] for answer in answers)
+
+
 def ask(
     harness: Harness,
     tenant: str,
@@ -122,3 +138,74 @@ def test_requests_that_come_back_from_a_retraction_are_not_charged_again() -> No
     assert harness.scheduler.stats().retracted
     got = served(answers, min(own[-1].times[-1] for own in answers.values()))
     assert got["a"] == pytest.approx(got["b"], rel=0.25)
+
+
+LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_flood_gives_back_the_seats_above_its_share(overlap: bool) -> None:
+    harness = Timed(4, num_pages=400, overlap=overlap)
+    flood = ask(harness, "flood", 12, work=LONG)
+    for _ in range(30):
+        harness.advance()
+    others = ask(harness, "other", 6, work=LONG)
+    for _ in range(9):
+        harness.advance()
+    assert not harness.running(others), "a seat might still become free by itself"
+    for _ in range(20):
+        harness.advance()
+    assert (harness.running(flood), harness.running(others)) == (2, 2)
+    retracted = harness.scheduler.stats().retracted
+    assert retracted == 2, "each has its share: nobody steps back again"
+    for _ in range(100):
+        harness.advance()
+    assert harness.scheduler.stats().retracted == retracted
+    harness.run()
+    harness.check_outputs()
+
+
+def test_weights_decide_how_many_seats_are_given_back() -> None:
+    harness = Timed(8, num_pages=800)
+    heavy = ask(harness, "heavy", 10, 3.0, work=LONG)
+    harness.advance()
+    light = ask(harness, "light", 10, 1.0, work=LONG)
+    for _ in range(60):
+        harness.advance()
+    assert (harness.running(heavy), harness.running(light)) == (6, 2)
+
+
+def test_a_flood_gives_back_pages_too() -> None:
+    """Seats are plenty; what the flood holds all of is KV."""
+    harness = Timed(16, num_pages=100, max_model_len=400)
+    flood = ask(harness, "flood", 10, size=60, work=SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    for _ in range(30):
+        harness.advance()
+    sent = harness.time
+    (other,) = ask(harness, "other", 1, size=60)
+    harness.run()
+    harness.check_outputs()
+    assert other.times[0] - sent < 30
+    assert min(answer.times[-1] for answer in flood) > other.times[-1]
+
+
+def test_each_request_steps_back_once_at_most_however_many_keys_come() -> None:
+    harness = Timed(4, num_pages=400)
+    ask(harness, "flood", 8, work=LONG)
+    for key in range(12):
+        for _ in range(15):
+            harness.advance()
+        ask(harness, f"key {key}", 2, work=LONG)
+    harness.run()
+    harness.check_outputs()
+    assert 3 <= harness.scheduler.stats().retracted <= len(harness.answers)
+
+
+def test_the_last_seat_of_a_key_is_not_taken() -> None:
+    harness = Timed(2, num_pages=400)
+    ask(harness, "a", 1, work=LONG)
+    ask(harness, "b", 1, work=LONG)
+    harness.advance()
+    ask(harness, "c", 3, work=LONG)
+    harness.run()
+    assert not harness.scheduler.stats().retracted
