@@ -32,7 +32,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 def wait_for_stats(api: Api, **expected: int) -> dict[str, int]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while True:
         stats: dict[str, int] = api.http.get("/server_info").json()["stats"]
         if all(stats[name] == value for name, value in expected.items()):
