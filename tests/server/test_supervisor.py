@@ -41,6 +41,7 @@ class Service:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
         )
 
     def events(self, *start: str) -> list[list[str]]:
