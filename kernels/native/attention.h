@@ -215,29 +215,27 @@ class Query {
 };
 
 // Queries of a chunk, block by block of keys (FlashAttention, arXiv 2205.14135). A vector holds one value of 16 rows, a row
-// being a query and one of the heads that share a key-value head: so no sum or maximum runs across a vector.
-template <class Cache>
-class QueryBlock {
+// being a query and one of the heads that share a key-value head: so no sum or maximum runs across a vector. A Block
+// says how queries, keys and values lie (start, fetch) and how kKeys of them are multiplied (add_block).
+template <class Block>
+class ChunkRows {
  public:
-  static constexpr int64_t kVectors = 4, kRows = kVectors * kLanes, kKeys = 32, kTogether = 8;
+  static constexpr int64_t kVectors = 4, kRows = kVectors * kLanes;
 
   static int64_t queries(const Op& op) { return std::max<int64_t>(1, kRows / (op.q_heads / op.kv_heads)); }
-  static size_t room(const Op& op) { return op.head_dim * (2 * kKeys + 2 * kRows); }
-
-  QueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
-      : op_(op), step_(step), sequence_(sequence), kv_head_(kv_head), first_(first),
-        group_(op.q_heads / op.kv_heads), rows_(count * group_), dim_(op.head_dim),
-        position_(step.kv_lens[sequence] - (step.query_starts[sequence + 1] - first)), last_(position_ + count - 1),
-        keys_(room), values_(keys_ + kKeys * dim_), queries_(values_ + kKeys * dim_), out_(queries_ + kRows * dim_) {}
 
   void attend() {
+    Block& block = static_cast<Block&>(*this);
     const int64_t vectors = (rows_ + kLanes - 1) / kLanes;
-    for (int64_t v = 0; v < vectors; v++) start(v);
+    for (int64_t v = 0; v < vectors; v++) {
+      reset(v);
+      block.start(v);
+    }
     const int64_t first_key = std::max<int64_t>(0, position_ - op_.window + 1);
     Places places(op_, step_, sequence_, kv_head_, first_key);
-    for (int64_t key = first_key; key <= last_; key += kKeys) {
-      fetch(key, places);
-      for (int64_t v = 0; v < vectors; v++) add_block(v, key);
+    for (int64_t key = first_key; key <= last_; key += Block::kKeys) {
+      block.fetch(key, places);
+      for (int64_t v = 0; v < vectors; v++) block.add_block(v, key);
     }
     for (int64_t row = 0; row < rows_; row++) {
       const float share = 1.0f / totals_[row / kLanes][row % kLanes];
@@ -246,24 +244,73 @@ class QueryBlock {
     }
   }
 
- private:
-  typedef typename Cache::Value Value;
+ protected:
+  ChunkRows(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* out)
+      : op_(op), step_(step), sequence_(sequence), kv_head_(kv_head), first_(first),
+        group_(op.q_heads / op.kv_heads), rows_(count * group_), dim_(op.head_dim),
+        position_(step.kv_lens[sequence] - (step.query_starts[sequence + 1] - first)), last_(position_ + count - 1),
+        out_(out) {}
 
   int64_t place(int64_t row) const {
     return ((first_ + row / group_) * op_.q_heads + kv_head_ * group_ + row % group_) * dim_;
   }
 
-  // Queries with rows side by side, scaled; the rows that fill the last vector repeat the last one.
-  void start(int64_t v) {
-    for (int64_t lane = 0; lane < kLanes; lane++) {
-      const int64_t row = std::min(v * kLanes + lane, rows_ - 1);
-      const float* q = op_.in + place(row);
-      for (int64_t d = 0; d < dim_; d++) queries_[(v * dim_ + d) * kLanes + lane] = q[d] * op_.score_scale;
-      positions_[v][lane] = (int32_t)(position_ + row / group_);
+  // The rows that fill the last vector repeat the last one.
+  int64_t row_of(int64_t v, int64_t lane) const { return std::min(v * kLanes + lane, rows_ - 1); }
+
+  void mask_unseen(int64_t v, int64_t first, Floats* scores) const {
+    if (first + Block::kKeys - 1 <= position_ && first > last_ - op_.window) return;
+    const int32_t window = (int32_t)std::min<int64_t>(op_.window, INT32_MAX / 2);
+    for (int64_t k = 0; k < Block::kKeys; k++) {
+      const Ints distance = positions_[v] - (int32_t)(first + k);
+      scores[k] = (distance >= 0) & (distance < window) ? scores[k] : spread(-INFINITY);
     }
+  }
+
+  const Op& op_;
+  const Step& step_;
+  const int64_t sequence_, kv_head_, first_, group_, rows_, dim_;
+  const int64_t position_, last_;  // of the first and the last query
+  float* const out_;               // [kVectors][dim][16]
+  Floats tops_[kVectors], totals_[kVectors];
+
+ private:
+  void reset(int64_t v) {
+    for (int64_t lane = 0; lane < kLanes; lane++) positions_[v][lane] = (int32_t)(position_ + row_of(v, lane) / group_);
     std::memset(out_ + v * dim_ * kLanes, 0, dim_ * sizeof(Floats));
     tops_[v] = spread(-1e30f);  // finite: a window may leave a row none of the first keys
     totals_[v] = Floats{};
+  }
+
+  Ints positions_[kVectors];
+};
+
+// In fp32, for any kind of cache.
+template <class Cache>
+class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
+  typedef ChunkRows<QueryBlock> Base;
+  friend Base;
+
+ public:
+  static constexpr int64_t kKeys = 32, kTogether = 8;
+  using Base::kRows;
+
+  static size_t room(const Op& op) { return op.head_dim * (2 * kKeys + 2 * kRows); }
+
+  QueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
+      : Base(op, step, sequence, kv_head, first, count, room + op.head_dim * (2 * kKeys + kRows)),
+        keys_(room), values_(keys_ + kKeys * dim_), queries_(values_ + kKeys * dim_) {}
+
+ private:
+  typedef typename Cache::Value Value;
+  using Base::dim_, Base::last_, Base::op_, Base::out_, Base::tops_, Base::totals_;
+
+  // Queries with rows side by side, scaled.
+  void start(int64_t v) {
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const float* q = op_.in + this->place(this->row_of(v, lane));
+      for (int64_t d = 0; d < dim_; d++) queries_[(v * dim_ + d) * kLanes + lane] = q[d] * op_.score_scale;
+    }
   }
 
   // Keys and values in fp32; those after the last one repeat it, and are masked.
@@ -291,7 +338,7 @@ class QueryBlock {
     }
     if (op_.softcap != 0)
       for (Floats& score : scores) score = capped(score, op_.softcap);
-    if (first + kKeys - 1 > position_ || first <= last_ - op_.window) mask(v, first, scores);
+    this->mask_unseen(v, first, scores);
     const Floats top = weigh(v, scores);
     const Floats shrink = exp(tops_[v] - top);
     tops_[v] = top;
@@ -307,14 +354,6 @@ class QueryBlock {
     }
   }
 
-  void mask(int64_t v, int64_t first, Floats* scores) const {
-    const int32_t window = (int32_t)std::min<int64_t>(op_.window, INT32_MAX / 2);
-    for (int64_t k = 0; k < kKeys; k++) {
-      const Ints distance = positions_[v] - (int32_t)(first + k);
-      scores[k] = (distance >= 0) & (distance < window) ? scores[k] : spread(-INFINITY);
-    }
-  }
-
   // Scores become weights; returns their row's maximum so far.
   Floats weigh(int64_t v, Floats* scores) const {
     Floats top = tops_[v];
@@ -323,14 +362,8 @@ class QueryBlock {
     return top;
   }
 
-  const Op& op_;
-  const Step& step_;
-  const int64_t sequence_, kv_head_, first_, group_, rows_, dim_;
-  const int64_t position_, last_;  // of the first and the last query
-  float *keys_, *values_;          // [kKeys][dim]
-  float *queries_, *out_;          // [kVectors][dim][16]
-  Floats tops_[kVectors], totals_[kVectors];
-  Ints positions_[kVectors];
+  float *keys_, *values_;  // [kKeys][dim]
+  float* queries_;         // [kVectors][dim][16]
 };
 
 }  // namespace

@@ -141,7 +141,6 @@ void Walker::attend_cached(const Op& op, Phase& phase) {
     const int64_t count = std::min(per_block, step_.query_starts[s + 1] - first), kv_len = step_.kv_lens[s];
     if (step_.query_starts[s + 1] - step_.query_starts[s] > 1) {
 #if defined(HAS_TILES)
-      static_assert(TileQueryBlock::kRows == QueryBlock<Cache>::kRows, "they share out the same pieces");
       if (has_tiles_ && TileQueryBlock::fits(op)) {
         TileQueryBlock(op, step_, s, head, first, count, own_.row.at_least(TileQueryBlock::room(op))).attend();
         return;

@@ -41,62 +41,36 @@ inline void transpose(__m512i* r) {
 
 // As QueryBlock, with both products in tiles of bf16: scores [keys][rows] = K Q^T, and out [dims][rows] += V^T weights.
 // So rows lie side by side in a vector all the way. Keys are as they are in the cache; values must be transposed.
-class TileQueryBlock {
+class TileQueryBlock : public ChunkRows<TileQueryBlock> {
+  friend ChunkRows<TileQueryBlock>;
+
  public:
-  static constexpr int64_t kVectors = 4, kRows = kVectors * kLanes, kKeys = 64;
+  static constexpr int64_t kKeys = 64;
 
   static bool fits(const Op& op) {
     return op.cache_bf16 && op.head_dim % kBlock == 0 && op.q_heads / op.kv_heads <= kRows;
   }
-  static int64_t queries(const Op& op) { return std::max<int64_t>(1, kRows / (op.q_heads / op.kv_heads)); }
   // Floats of memory that it works in.
   static size_t room(const Op& op) { return op.head_dim * (kRows * 3 / 2 + kKeys) + kKeys * kLanes * 3 / 2; }
 
   TileQueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
-      : op_(op), step_(step), sequence_(sequence), kv_head_(kv_head), first_(first),
-        group_(op.q_heads / op.kv_heads), rows_(count * group_), vectors_((rows_ + kLanes - 1) / kLanes),
-        dim_(op.head_dim), position_(step.kv_lens[sequence] - (step.query_starts[sequence + 1] - first)),
-        last_(position_ + count - 1), out_(room), scores_(out_ + kRows * dim_),
+      : ChunkRows(op, step, sequence, kv_head, first, count, room), scores_(room + kRows * dim_),
         weights_((uint8_t*)(scores_ + kKeys * kLanes)), queries_(weights_ + kKeys * kLanes * 2),
         keys_(queries_ + kRows * dim_ * 2), values_(keys_ + kKeys * dim_ * 2) {}
 
-  void attend() {
-    for (int64_t v = 0; v < vectors_; v++) start(v);
-    const int64_t first_key = std::max<int64_t>(0, position_ - op_.window + 1);
-    Places places(op_, step_, sequence_, kv_head_, first_key);
-    for (int64_t key = first_key; key <= last_; key += kKeys) {
-      fetch(key, places);
-      for (int64_t v = 0; v < vectors_; v++) add_block(v, key);
-    }
-    for (int64_t row = 0; row < rows_; row++) {
-      const float share = 1.0f / totals_[row / kLanes][row % kLanes];
-      float* to = op_.out + place(row);
-      for (int64_t d = 0; d < dim_; d++) to[d] = out_[(row / kLanes * dim_ + d) * kLanes + row % kLanes] * share;
-    }
-  }
-
  private:
-  int64_t place(int64_t row) const {
-    return ((first_ + row / group_) * op_.q_heads + kv_head_ * group_ + row % group_) * dim_;
-  }
-
-  // Scaled queries as bf16 pairs of dimensions [dim / 2][16 rows]; the rows that fill the last vector repeat the last.
+  // Scaled queries as bf16 pairs of dimensions [dim / 2][16 rows].
   void start(int64_t v) {
     for (int64_t d = 0; d < dim_; d += kBlock) {
       __m512i pairs[kLanes];
       for (int64_t lane = 0; lane < kLanes; lane++) {
-        const float* q = op_.in + place(std::min(v * kLanes + lane, rows_ - 1)) + d;
+        const float* q = op_.in + place(row_of(v, lane)) + d;
         const Floats low = load<Floats>(q) * op_.score_scale, high = load<Floats>(q + kLanes) * op_.score_scale;
         pairs[lane] = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
       }
       transpose(pairs);
       for (int64_t i = 0; i < kLanes; i++) store(queries_ + 32 * (v * dim_ + d) + 64 * i, pairs[i]);
     }
-    for (int64_t lane = 0; lane < kLanes; lane++)
-      positions_[v][lane] = (int32_t)(position_ + std::min(v * kLanes + lane, rows_ - 1) / group_);
-    std::memset(out_ + v * dim_ * kLanes, 0, dim_ * sizeof(Floats));
-    tops_[v] = spread(-1e30f);  // finite: a window may leave a row none of the first keys
-    totals_[v] = Floats{};
   }
 
   // keys_ [dim / 32][kKeys][32]; values_ [kKeys / 32][dim][32 keys]. Keys after the last one repeat it, and are masked.
@@ -127,7 +101,7 @@ class TileQueryBlock {
     Floats* scores = (Floats*)scores_;
     if (op_.softcap != 0)
       for (int64_t k = 0; k < kKeys; k++) scores[k] = capped(scores[k], op_.softcap);
-    if (first + kKeys - 1 > position_ || first <= last_ - op_.window) mask(v, first, scores);
+    mask_unseen(v, first, scores);
     Floats top = tops_[v], total{};
     for (int64_t k = 0; k < kKeys; k++) top = scores[k] > top ? scores[k] : top;
     for (int64_t k = 0; k < kKeys; k += 2) {
@@ -188,22 +162,8 @@ class TileQueryBlock {
     }
   }
 
-  void mask(int64_t v, int64_t first, Floats* scores) const {
-    const int32_t window = (int32_t)std::min<int64_t>(op_.window, INT32_MAX / 2);
-    for (int64_t k = 0; k < kKeys; k++) {
-      const Ints distance = positions_[v] - (int32_t)(first + k);
-      scores[k] = (distance >= 0) & (distance < window) ? scores[k] : spread(-INFINITY);
-    }
-  }
-
-  const Op& op_;
-  const Step& step_;
-  const int64_t sequence_, kv_head_, first_, group_, rows_, vectors_, dim_;
-  const int64_t position_, last_;  // of the first and the last query
-  float *out_, *scores_;           // [kVectors][dim][16], [kKeys][16]
+  float* scores_;                                  // [kKeys][16]
   uint8_t *weights_, *queries_, *keys_, *values_;  // bf16 pairs
-  Floats tops_[kVectors], totals_[kVectors];
-  Ints positions_[kVectors];
 };
 
 }  // namespace
