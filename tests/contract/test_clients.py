@@ -3,7 +3,7 @@
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -99,19 +99,8 @@ async def test_async_openai_streams_and_cancels(api: Api, model: str, answer: st
 
 
 @pytest.mark.filterwarnings("ignore")  # of packages that come along
-def test_langchain_chats_and_streams(api: Api, model: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LANGSMITH_TRACING", "false")
-    from langchain_openai import ChatOpenAI  # late: it takes seconds to load
-
-    chat = ChatOpenAI(
-        model=model,
-        base_url=f"{api.server.url}/v1",
-        api_key="none",
-        temperature=0,
-        max_tokens=8,
-        stream_usage=True,
-        max_retries=0,
-    )
+def test_langchain_chats_and_streams(langchain: Callable[..., Any], answer: str) -> None:
+    chat = langchain(max_tokens=8, stream_usage=True)
     said = chat.invoke([("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"), *_turns()])
     assert said.content == answer
     assert said.usage_metadata is not None and said.usage_metadata["output_tokens"] == 8
@@ -120,7 +109,6 @@ def test_langchain_chats_and_streams(api: Api, model: str, answer: str, monkeypa
     assert "".join(str(part.content) for part in parts) == answer
     assert sum((part.usage_metadata or {"output_tokens": 0})["output_tokens"] for part in parts) == 8
     assert [str(one.content) for one in chat.batch([_turns(), _turns()])] == [answer, answer]
-    chat.root_client.close()
 
 
 def _turns() -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -142,14 +142,8 @@ def test_an_agent_calls_two_tools_and_ends(client: openai.OpenAI, model: str) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # of packages that come along
-def test_langchain_gets_structure_and_tool_calls(api: Api, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LANGSMITH_TRACING", "false")
-    from langchain_openai import ChatOpenAI  # late: it takes seconds to load
-
-    chat = ChatOpenAI(
-        model=model, base_url=f"{api.server.url}/v1", api_key="none", temperature=0, max_tokens=60, max_retries=0
-    )
+def test_langchain_gets_structure_and_tool_calls(langchain: Callable[..., Any]) -> None:
+    chat = langchain(max_tokens=60)
     assert isinstance(chat.with_structured_output(Weather).invoke("Oslo?"), Weather)
     said = chat.bind_tools(TOOLS, tool_choice="any", parallel_tool_calls=False).invoke("Oslo?")
     assert said.tool_calls[0]["name"] in ("find_city", "add")
-    chat.root_client.close()
