@@ -39,17 +39,17 @@ class LogprobRows:
 
 def logprob_rows(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> LogprobRows:
     """Log-softmax of logits [n, vocab] at ``token_ids`` int64 [n] and at the best tokens of each row."""
-    norms = logits.logsumexp(dim=-1, keepdim=True)
+    # Row by row, where a reduction over many rows at once may sum up in an order that depends on how many there are.
+    logprobs = logits.log_softmax(dim=-1)
     chosen = logits.gather(1, token_ids[:, None])
     top = logits.topk(min(max(num_top), logits.shape[-1]), dim=-1)
     return LogprobRows(
         num_top=num_top,
         token_ids=token_ids,
-        # Rounding must not make a probability larger than one.
-        logprobs=(chosen - norms)[:, 0].clamp(max=0.0),
+        logprobs=logprobs.gather(1, token_ids[:, None])[:, 0],
         ranks=(logits > chosen).sum(dim=-1) + 1,
         top_ids=top.indices,
-        top_logprobs=(top.values - norms).clamp(max=0.0),
+        top_logprobs=logprobs.gather(1, top.indices),
     )
 
 

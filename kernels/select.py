@@ -42,13 +42,12 @@ def select_native(
 def select_ops(device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Ops:
     """Operations of a layer for ``device`` and activations of ``dtype``; ``select_native`` for packed weights.
     ``deterministic``: results of a token must not depend on its batch."""
-    if deterministic:
-        return InvariantOps()
     if device.type != "cuda" or dtype not in _HALF_TYPES:
-        return TorchOps()
-    from radixserve.kernels.cuda_ops import CudaOps  # Triton comes with torch for CUDA only
+        return InvariantOps() if deterministic else TorchOps()
+    from radixserve.kernels.cuda_invariant import InvariantCudaOps  # Triton comes with torch for CUDA only
+    from radixserve.kernels.cuda_ops import CudaOps
 
-    return CudaOps(pdl=_has_pdl(device))
+    return (InvariantCudaOps if deterministic else CudaOps)(pdl=_has_pdl(device))
 
 
 def select_draw(device: torch.device) -> DrawKernel | None:
@@ -82,8 +81,8 @@ def select_attention(
     ``reads_shared``: it shall read shared prefixes once, if it can. ``deterministic``: as for ``select_ops``. Raises
     ``BackendUnavailable``."""
     if deterministic:
-        return _invariant_attention(backend, shape, device)
-    fits = device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in _HEAD_DIMS
+        return _invariant_attention(backend, shape, device, max_seqs)
+    fits = _fits_cuda(shape, device)
     if backend == "torch" or (backend == "auto" and not fits):
         return TorchAttention(shape, device, reads_shared=reads_shared)
     if not fits:
@@ -95,13 +94,22 @@ def select_attention(
     return _cuda_attention(backend, shape, device, max_seqs, reads_shared)
 
 
-def _invariant_attention(backend: str, shape: AttentionShape, device: torch.device) -> AttentionKernel:
-    if device.type != "cpu" or backend not in ("auto", "torch"):
-        raise BackendUnavailable(
-            f"--deterministic is there for the CPU, with --attention-backend auto or torch; here are {device.type} and "
-            f"{backend}. Use --device cpu, or leave --deterministic away"
-        )
-    return InvariantAttention(shape, device)
+def _fits_cuda(shape: AttentionShape, device: torch.device) -> bool:
+    return device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in _HEAD_DIMS
+
+
+def _invariant_attention(backend: str, shape: AttentionShape, device: torch.device, max_seqs: int) -> AttentionKernel:
+    if device.type == "cpu" and backend in ("auto", "torch"):
+        return InvariantAttention(shape, device)
+    if _fits_cuda(shape, device) and backend in ("auto", "triton"):
+        from radixserve.kernels.cuda_invariant import InvariantCudaAttention
+
+        return InvariantCudaAttention(shape, max_seqs, device, pdl=_has_pdl(device))
+    raise BackendUnavailable(
+        f"--deterministic needs --attention-backend auto and, on a GPU, --dtype bfloat16 or float16 and heads of "
+        f"{', '.join(map(str, _HEAD_DIMS))} values; here are {backend}, {device.type}, {shape.dtype} and "
+        f"{shape.head_dim}"
+    )
 
 
 def _cuda_attention(

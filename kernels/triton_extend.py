@@ -158,4 +158,5 @@ def _extend(
             v = tl.load(v_ptr + offset, mask=(key < end)[:, None], other=0.0)
             acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
             top = new_top
-        tl.store(out_ptr + spot, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live)
+        # Padding may have no keys at all.
+        tl.store(out_ptr + spot, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=live)

@@ -8,7 +8,7 @@ own: the product is linear, so 1 / rms(x) is applied to the result and sum(x * x
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -106,7 +106,7 @@ def _matmul(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    safe_m = tl.minimum(m, M - 1)
+    safe_m = tl.minimum(m, M - 1).to(tl.int64)
     safe_n = tl.minimum(n, N - 1).to(tl.int64)
     up_shift = N.to(tl.int64) * K
     if PDL:
@@ -144,6 +144,16 @@ MAX_TOKENS = 64  # of _matmul: beyond, arithmetic counts, and the library's prod
 MAX_WEIGHTS = 8 << 20  # of _matmul: products with more weights take longer than the launches that fusing saves
 
 
+class Tile(NamedTuple):
+    """A block's rows and columns of a product, how deep it reads at once and how far ahead, and its warps."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+
+
 def is_fused(tokens: int, weight: Tensor) -> bool:
     """Whether ``fused_linear`` is the fastest for ``tokens`` rows of x, as measured on an H200."""
     if weight.shape[1] % 64:
@@ -165,35 +175,81 @@ def fused_linear(
     """rms_norm(x) (if ``norm``) times weight.T, then silu(gate) * up (if ``gated``), plus ``residual``: [M, N]."""
     m, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
+    if m > 1:
+        assert norm is None
+        return tiled_linear(x, weight, _tile(m, n, k, gated), gated=gated, residual=residual, out=out, pdl=pdl)
     if out is None:
         out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    added = x if residual is None else residual
-    options: dict[str, Any] = {"GATED": gated, "ADD": residual is not None, "PDL": pdl, "launch_pdl": pdl}
-    if m == 1:
-        width = min(triton.next_power_of_2(k), 4096)
-        block_n = max(1, 8192 // width // (2 if gated else 1))
-        if gated and width < 4096:
-            block_n *= 2
-        options |= {"K": k, "BLOCK_N": block_n, "BLOCK_K": width, "NORM": norm is not None}
-        options["num_warps"] = 8 if width > k else 4
-        _gemv[(triton.cdiv(n, block_n),)](x, weight, x if norm is None else norm, added, out, eps, n, **options)
-        return out
-    assert norm is None
-    block_m, block_n, block_k, stages, warps = _tile(m, n, k, gated)
-    options |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": warps}
-    grid = (triton.cdiv(m, block_m), triton.cdiv(n, block_n))
-    _matmul[grid](x, weight, added, out, m, n, k, LINES=triton.next_power_of_2(k // 64), **options)
+    width = min(triton.next_power_of_2(k), 4096)
+    block_n = max(1, 8192 // width // (2 if gated else 1))
+    if gated and width < 4096:
+        block_n *= 2
+    _gemv[(triton.cdiv(n, block_n),)](
+        x,
+        weight,
+        x if norm is None else norm,
+        x if residual is None else residual,
+        out,
+        eps,
+        n,
+        K=k,
+        BLOCK_N=block_n,
+        BLOCK_K=width,
+        NORM=norm is not None,
+        num_warps=8 if width > k else 4,
+        **_options(gated, residual, pdl),
+    )
     return out
 
 
-def _tile(m: int, n: int, k: int, gated: bool) -> tuple[int, int, int, int, int]:
-    """Rows, columns, depth, stages and warps that were measured best on an H200."""
+def tiled_linear(
+    x: Tensor,  # [M, K], K a multiple of tile.depth
+    weight: Tensor,  # as of ``fused_linear``
+    tile: Tile,
+    *,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """``fused_linear`` without a norm, in tiles of a given shape: a row's result depends on that shape, not on M."""
+    m, k = x.shape
+    n = weight.shape[0] // (2 if gated else 1)
+    if out is None:
+        out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    _matmul[(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.columns))](
+        x,
+        weight,
+        x if residual is None else residual,
+        out,
+        m,
+        n,
+        k,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        STAGES=tile.stages,
+        LINES=triton.next_power_of_2(k // 64),
+        num_warps=tile.warps,
+        **_options(gated, residual, pdl),
+    )
+    return out
+
+
+def _options(gated: bool, residual: Tensor | None, pdl: bool) -> dict[str, Any]:
+    return {"GATED": gated, "ADD": residual is not None, "PDL": pdl, "launch_pdl": pdl}
+
+
+def _tile(m: int, n: int, k: int, gated: bool) -> Tile:
+    """What was measured best on an H200."""
     depth = next(size for size in (512, 256, 128, 64) if k % size == 0)
     if m <= 16:
-        return (16, 8, depth, 3, 2) if gated else (16, 16, depth, 4, 2)
+        return Tile(16, 8, depth, 3, 2) if gated else Tile(16, 16, depth, 4, 2)
     depth = min(depth, 256)
     if m <= 32:
-        return (32, 8, depth, 4, 2) if gated else (32, 32, depth, 4, 4) if n >= 4096 else (32, 16, depth, 4, 2)
+        if gated:
+            return Tile(32, 8, depth, 4, 2)
+        return Tile(32, 32, depth, 4, 4) if n >= 4096 else Tile(32, 16, depth, 4, 2)
     if gated:
-        return 64, 32, min(depth, 128), 4, 4
-    return (64, 32, depth, 3, 4) if n >= 4096 else (64, 16, depth, 4, 4)
+        return Tile(64, 32, min(depth, 128), 4, 4)
+    return Tile(64, 32, depth, 3, 4) if n >= 4096 else Tile(64, 16, depth, 4, 4)

@@ -1,10 +1,12 @@
 """--deterministic: a request's tokens, and even its log-probabilities, do not depend on anything around it."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from radixserve.engine.errors import ConfigError
 from radixserve.engine.llm import LLM, Completion
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.tests.engine import tiny_models
@@ -20,11 +22,19 @@ DRAWS = (
 Trace = tuple[list[int], list[Any]]
 
 
-@pytest.fixture(scope="module", params=["llama float32", "qwen3 bfloat16"])
+ON_GPU = "qwen3 bfloat16 cuda"
+GPU_SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "initializer_range": 0.08}
+
+
+@pytest.fixture(
+    scope="module", params=["llama float32 cpu", "qwen3 bfloat16 cpu", pytest.param(ON_GPU, marks=pytest.mark.gpu)]
+)
 def options(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    variant, dtype = request.param.split()
-    folder = tiny_models.save(tiny_models.make(variant), tmp_path_factory.mktemp("tiny"))
-    return {"model": str(folder), "dtype": dtype, "device": "cpu", "num_pages": 2048, "deterministic": True}
+    variant, dtype, device = request.param.split()
+    model = tiny_models.make(variant, **(GPU_SIZES if device == "cuda" else {}))
+    folder = tiny_models.save(model, tmp_path_factory.mktemp("tiny"))
+    shared = {"model": str(folder), "num_pages": 2048, "max_num_seqs": 40, "deterministic": True}
+    return {**shared, "dtype": dtype, "device": device}
 
 
 def traces(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> list[Trace]:
@@ -62,3 +72,25 @@ def test_what_was_decoded_serves_as_a_prefix_without_a_difference(options: dict[
         ((answer, _),) = traces(warm, [BASE], sampling)
         longer = BASE + answer + random_ids(5, seed=9)
         assert traces(warm, [longer], sampling) == traces(cold, [longer], sampling)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [ON_GPU], indirect=True)
+@pytest.mark.parametrize("changes", [{}, {"enforce_eager": True}], ids=str)
+def test_on_a_gpu_neither_graphs_nor_a_large_batch_change_a_bit(
+    options: dict[str, Any], alone: list[list[Trace]], changes: dict[str, Any]
+) -> None:
+    with LLM(**options, **changes) as llm:
+        for expected, sampling in zip(alone, DRAWS, strict=True):
+            plain = SamplingParams(**{**asdict(sampling), "logprobs": None})  # sampled inside of the graph
+            for answers in (traces(llm, noise(28) + PROMPTS, sampling), traces(llm, noise(28) + PROMPTS, plain)):
+                assert [tokens for tokens, _ in answers[28:]] == [tokens for tokens, _ in expected]
+            assert traces(llm, PROMPTS[-1:], sampling) == expected[-1:], "alone, with a warm cache"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [ON_GPU], indirect=True)
+def test_on_a_gpu_other_attention_is_refused_with_the_remedy(options: dict[str, Any]) -> None:
+    for changes in ({"attention_backend": "flashinfer"}, {"dtype": "float32"}):
+        with pytest.raises(ConfigError, match="--attention-backend auto .* --dtype bfloat16"):
+            LLM(**{**options, **changes})

@@ -1,0 +1,118 @@
+"""``invariant`` for CUDA: results that depend on a token and those before it only.
+
+A library chooses how to sum a product by its number of rows. Here every product is made of tiles of one shape, each of
+which goes through the inner dimension in one order. Attention likewise goes through a sequence's keys in blocks that
+begin at the same positions for every query, whether that is decoded, is part of a chunk, or follows a cached prefix;
+keys that a query does not see weigh exactly 0. So the same kernels serve steps with and without CUDA graphs.
+(The idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from radixserve.kernels.cuda_ops import CudaOps
+from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.torch_ops import grouped_experts
+from radixserve.kernels.triton_extend import TritonExtendAttention
+from radixserve.kernels.triton_linear import Tile, tiled_linear
+
+# The best one for 64 rows. Large prompts would like more rows and columns, small batches fewer.
+_ROWS, _COLUMNS, _STAGES, _WARPS = 64, 32, 4, 4
+_DEPTHS = (128, 64)
+
+
+class InvariantCudaOps(CudaOps):
+    """Products by ``tiled_linear``, with one tile for any number of rows; all else is done row by row anyway."""
+
+    def project(
+        self,
+        stream: Tensor,
+        pending: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        if pending is None:
+            normed = self.rms_norm(stream, norm, eps)
+        else:
+            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        if gated and bias is None:
+            return stream, self._product(normed, weight, gated=True)
+        product = self.linear(normed, weight, bias)
+        return stream, self.silu_mul(product) if gated else product
+
+    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = self._product(y, weight)
+        return product if bias is None else product.add_(bias)
+
+    def add_linear(
+        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if bias is None:
+            return self._product(y, weight, residual=stream), None
+        return stream, self.linear(y, weight, bias)
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return grouped_experts(x, gate_up, down, weights, chosen, self.linear)
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32, device=hidden.device)
+        return self._product(hidden, weight, out=out)
+
+    def _product(
+        self,
+        y: Tensor,
+        weight: Tensor,
+        *,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if missing := -y.shape[1] % _DEPTHS[-1]:  # the inner sizes of models are multiples of it
+            y, weight = F.pad(y, (0, missing)), F.pad(weight, (0, missing))
+        depth = next(size for size in _DEPTHS if y.shape[1] % size == 0)
+        tile = Tile(_ROWS, _COLUMNS, depth, _STAGES, _WARPS)
+        return tiled_linear(y, weight, tile, gated=gated, residual=residual, out=out, pdl=self._pdl)
+
+
+class InvariantCudaAttention:
+    """``AttentionKernel``: decodes are chunks of one token, for steps of up to ``max_seqs`` sequences. The keys of a
+    sequence are not shared out over blocks, so a few long contexts take longer than with ``SplitAttention``."""
+
+    plans_on_device = True
+    shared_prefixes = None
+
+    def __init__(self, shape: AttentionShape, max_seqs: int, device: torch.device, pdl: bool):
+        self._kernel = TritonExtendAttention(
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, pdl=pdl, scale=shape.scale, softcap=shape.softcap
+        )
+        self._one_token_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+
+    def plan(self, layout: BatchLayout) -> None:
+        count = layout.num_decodes
+        self._layout = layout
+        self._decodes = replace(
+            layout,
+            num_decodes=0,
+            rows=layout.rows[:count],
+            kv_lens=layout.kv_lens[:count],
+            query_starts=self._one_token_each[: count + 1],
+        )
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None = None) -> Tensor:
+        out = torch.empty_like(q)
+        count = self._layout.num_decodes
+        if count:
+            self._kernel.run(self._decodes, q[:count], k_cache, v_cache, out[:count], window)
+        if self._layout.rows.shape[0] > count:
+            # After the decodes, since it takes back the rows in which their padding has left zeros.
+            self._kernel.run(self._layout, q, k_cache, v_cache, out, window)
+        return out
