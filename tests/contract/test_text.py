@@ -145,3 +145,23 @@ def test_tokens_and_text_go_both_ways(api: Api, text_model: TextModel) -> None:
         assert api.comp(text, max_tokens=1)["usage"]["prompt_tokens"] == len(tokens)
     digits = api.answer("/tokenize", {"prompt": "12345"})["tokens"]
     assert len(digits) == 5, "the model was trained with every digit a token"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_up_to_the_whole_context_are_answered_to_its_last_token(api: Api, stream: bool) -> None:
+    """As in test_one_seat.py, with the model's own context."""
+    context = api.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    for missing, max_tokens, generated in ((2, 1, 1), (1, 1, 1), (4, 8, 4), (1, 2, 1)):
+        body = comp_body([[28] * (context - missing)], max_tokens=max_tokens, ignore_eos=True)
+        if stream:
+            assert api.streamed(COMPLETIONS, body)[1] == "length"
+        else:
+            whole = api.answer(COMPLETIONS, body)
+            assert whole["usage"]["completion_tokens"] == generated
+            assert whole["choices"][0]["finish_reason"] == "length"
+    for length in (context, context + 1, 2 * context):
+        refused(
+            api.post(COMPLETIONS, {**comp_body([[28] * length], max_tokens=1), "stream": stream}), naming=str(context)
+        )
