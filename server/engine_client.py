@@ -1,4 +1,4 @@
-"""The frontend's end of the ZMQ line to the engine: the open requests, the engine's health, and its death."""
+"""What a frontend knows of the engine: its health, its death, and the requests that it works on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-import msgspec
-import zmq
 from opentelemetry.trace import Tracer
 
 from radixserve.engine.messages import (
-    Abort,
     AbortRequest,
     CacheFlushed,
     EngineStatus,
-    FinishReason,
     FlushCache,
     Hello,
     Observation,
@@ -30,39 +25,24 @@ from radixserve.engine.messages import (
     Ping,
     Rejected,
     Submit,
-    ToEngine,
     ToFrontend,
-    TokenEvent,
     Unreadable,
     Watch,
 )
 from radixserve.server.engine_process import EngineProcess
+from radixserve.server.engine_socket import EngineSocket
 from radixserve.server.errors import RequestFailed
-from radixserve.server.metrics import Numbers, RequestMeter
-from radixserve.server.tracing import RequestSpan
+from radixserve.server.metrics import Numbers
+from radixserve.server.open_requests import OpenRequests, Sink
 
 log = logging.getLogger("radixserve.server")
 
 TICK_S = 1.0
 SEARCH_TICK_S = 0.1  # while no engine is known
-# A turn of the event loop hands out messages until these are so many: what is written in one turn leaves together, and
-# a step of many requests shall not wait for the next, but a turn for each message of a few tokens would cost more.
-TOKENS_A_TURN = 64
 # A silent engine is greeted again after this time: it may be a new one that has not heard of us.
 GREETING_S = 2.0
-TOKEN_ID_BYTES = 4  # in ``Submit.prompt_ids``
 # The reason itself may name files of the server, which concern no client.
 FAILED = "the model could not be loaded; the server's log says why"
-
-
-class Sink(Protocol):
-    """Takes what comes for one engine request. After ``on_failed`` or an event with ``finish`` there is no more."""
-
-    def on_token(self, token_id: int) -> None: ...
-
-    def on_tokens(self, event: TokenEvent) -> None: ...
-
-    def on_failed(self, error: RequestFailed) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +58,10 @@ class Health:
         return self.status == "ok"
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    sink: Sink
-    meter: RequestMeter
-
-
 class EngineClient:
-    """Owns the DEALER socket, the open requests by uid, and what is known of the engine.
+    """Owns the line to the engine, the open requests, and what is known of the engine.
 
-    A plain socket with its file descriptor in the event loop, not zmq.asyncio: one message carries a whole step, which
-    is handed to its sinks right in the reader callback, without a future or a task switch in between. Lives on
-    one event loop: ``start`` and ``close`` are called there, and so is everything else.
+    Lives on one event loop: ``start`` and ``close`` are called there, and so is everything else.
     """
 
     def __init__(
@@ -100,22 +72,16 @@ class EngineClient:
         numbers: Numbers,
         tracer: Tracer | None = None,
     ):
-        self._address = address
         self._health_timeout_s = health_timeout_s
         self._watchdog_s = watchdog_s
-        self._tracer = tracer
         self._uids = itertools.count(1)
-        self._numbers = numbers
-        self._open: dict[int, _Open] = {}
+        self._line = EngineSocket(address, self._on_message)
+        self._requests = OpenRequests(self._line.send, numbers, tracer)
         self._flushes: dict[int, asyncio.Future[int]] = {}
         self._status_waiters: list[asyncio.Future[None]] = []
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToFrontend)
-        self._context = zmq.Context()
         self._process: EngineProcess | None = None
-        self._looking = False
         self._died = ""  # why, until the next engine is heard of
-        self._last_heard = self._last_greeting = -math.inf
+        self._last_greeting = -math.inf
         self.status: EngineStatus | None = None
         self.on_observation: Callable[[Observation], None] | None = None
 
@@ -123,42 +89,24 @@ class EngineClient:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._connect()
+        self._line.connect()
         self._tick()
 
     def close(self) -> None:
         self._ticker.cancel()
         self._forget_process()
-        self._disconnect()
-        self._context.term()
-
-    def _connect(self) -> None:
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Nothing is queued while no engine listens: a send fails at once, and no stale request reaches the next engine.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        # Tokens must never be dropped here; open requests and their lengths bound what can queue up.
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self._socket.connect(self._address)
-        self._loop.add_reader(self._socket.fileno(), self._look_soon)
-        self._last_greeting = -math.inf
-
-    def _disconnect(self) -> None:
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close(linger=0)
+        self._line.close()
 
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(SEARCH_TICK_S if self.status is None else TICK_S, self._tick)
         now = time.monotonic()
-        if now - max(self._last_heard, self._last_greeting) > GREETING_S and self._send(Hello(os.getpid())):
+        if now - max(self._line.last_heard, self._last_greeting) > GREETING_S and self._line.send(Hello(os.getpid())):
             self._last_greeting = now
         if self._process is not None and self._process.has_vanished:
             self._on_death()
         if self._process is not None and self.status is not None and self.status.phase == "ready":
             self._process.on_silence(TICK_S, self._watchdog_s)
-        self._look_soon()  # ZMQ's descriptor is edge-triggered; this bounds what a lost edge could cost.
+        self._line.look_soon()
 
     # ---- requests ----
 
@@ -173,45 +121,36 @@ class EngineClient:
         health = self.health()
         if not health.ok:
             raise RequestFailed(f"the engine is not ready: {health.reason}", code="engine_" + health.status)
-        if not self._send(request):
+        if not self._line.send(request):
             raise RequestFailed("the engine does not take requests", code="engine_unreachable", retry_after_s=1)
-        span = None if self._tracer is None else RequestSpan(self._tracer, request)
-        meter = RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, span)
-        self._open[request.uid] = _Open(sink, meter)
+        self._requests.add(request, sink)
 
     def abort(self, uid: int) -> None:
         """The caller wants no more events of ``uid``; nothing happens if it has ended."""
-        if (call := self._open.pop(uid, None)) is not None:
-            call.meter.aborted()
-            self._send(Abort(uid))
+        self._requests.abort(uid)
 
     def complete(self, uid: int) -> None:
         """A stop string ended ``uid``, of which the engine knows nothing; nothing happens if it has ended."""
-        if (call := self._open.get(uid)) is not None:
-            call.meter.succeeded(FinishReason.STOP.value)
-            self.abort(uid)
+        self._requests.complete(uid)
 
     def abort_by_id(self, request_id: str) -> None:
         """Whichever frontend has it; "" means all. Their clients get an error."""
-        self._send(AbortRequest(request_id))
+        self._line.send(AbortRequest(request_id))
 
     def fail_all(self, error: RequestFailed) -> None:
         """End every open request with ``error``."""
-        for uid, call in list(self._open.items()):
-            call.meter.failed()
-            self.abort(uid)
-            call.sink.on_failed(error)
+        self._requests.fail_all(error)
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._requests)
 
     async def flush_cache(self, timeout_s: float = 10.0) -> int:
         """Drop all cached prefixes that nobody uses; returns the number of tokens. Raises ``RequestFailed``."""
         call = next(self._uids)
         answer = self._flushes[call] = self._loop.create_future()
         try:
-            if not self._send(FlushCache(call)):
+            if not self._line.send(FlushCache(call)):
                 raise RequestFailed("the engine is not reachable", code="engine_unreachable")
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -238,7 +177,7 @@ class EngineClient:
     async def fresh_status(self, timeout_s: float = 1.0) -> EngineStatus | None:
         """The engine's status as of now, or the last one known if it does not answer in time."""
         waiter: asyncio.Future[None] = self._loop.create_future()
-        if self._send(Ping()):
+        if self._line.send(Ping()):
             self._status_waiters.append(waiter)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, timeout_s)
@@ -246,67 +185,26 @@ class EngineClient:
 
     def watch(self, *, anew: bool) -> None:
         """Ask for observations of the next seconds, if the engine can be asked."""
-        self._send(Watch(anew))
+        self._line.send(Watch(anew))
 
     def _silence_s(self) -> float:
-        return time.monotonic() - self._last_heard
+        return time.monotonic() - self._line.last_heard
 
-    # ---- the wire ----
+    # ---- what the engine says ----
 
-    def _send(self, message: ToEngine) -> bool:
-        try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        # A send can swallow the edge that announces a received message.
-        self._look_soon()
-        return True
-
-    def _look_soon(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        """Hand out what is there, but not all of it in one turn."""
-        self._looking = False
-        num_tokens = 0
-        while num_tokens < TOKENS_A_TURN:
-            if self._socket.closed:
-                return
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._last_heard = time.monotonic()
-            if self._process is not None:
-                self._process.on_sign_of_life()
-            message = self._decode(data)
-            num_tokens += len(message.events) + len(message.uids) if isinstance(message, Outputs) else 1
-            self._dispatch(message)
-        self._look_soon()
-
-    def _decode(self, data: bytes) -> ToFrontend:
-        try:
-            return self._decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            log.error("unreadable message of %d bytes from the engine: %s", len(data), error)
-            return Unreadable()
-
-    def _dispatch(self, message: ToFrontend) -> None:
+    def _on_message(self, message: ToFrontend) -> None:
+        if self._process is not None:
+            self._process.on_sign_of_life()
         match message:
             case Outputs():
-                self._deliver_tokens(message.uids, message.tokens)
-                self._deliver_events(message.events)
+                self._requests.deliver(message, self._line.last_heard)
             case Rejected():
-                if (call := self._open.pop(message.uid, None)) is not None:
-                    call.meter.rejected(message.code or "other")
-                    call.sink.on_failed(RequestFailed.from_rejected(message))
+                self._requests.reject(message)
             case EngineStatus():
                 self._on_status(message)
             case Unreadable():
                 # It may have been about any of them, and a token that is missing would go unnoticed.
-                log.error("a message was damaged: %d open requests fail", len(self._open))
+                log.error("a message was damaged: %d open requests fail", self.num_open)
                 self.fail_all(RequestFailed("a message about this request was damaged", status=500, code="damaged"))
             case CacheFlushed():
                 if (answer := self._flushes.get(message.call)) is not None and not answer.done():
@@ -315,58 +213,12 @@ class EngineClient:
                 if self.on_observation is not None:
                     self.on_observation(message)
 
-    def _deliver_tokens(self, uids: list[int], tokens: list[int]) -> None:
-        """The path that nearly every token takes."""
-        now = self._last_heard
-        for uid, token in zip(uids, tokens, strict=True):
-            if (call := self._open.get(uid)) is None:
-                continue  # aborted meanwhile
-            call.meter.on_token(now)
-            try:
-                call.sink.on_token(token)
-            except Exception:
-                self._give_up(uid, call)
-
-    def _deliver_events(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if (call := self._open.get(event.uid)) is None:
-                continue
-            try:
-                self._deliver(event, call.sink, call.meter)
-            except Exception:
-                self._give_up(event.uid, call)
-
-    def _give_up(self, uid: int, call: _Open) -> None:
-        """Our fault: what the engine said could not be made an answer. The others of its message must not suffer."""
-        log.exception("a request failed between the engine and its client")
-        call.meter.failed()
-        self.abort(uid)
-        call.sink.on_failed(RequestFailed("internal error", status=500, code="internal_error"))
-
-    def _deliver(self, event: TokenEvent, sink: Sink, meter: RequestMeter) -> None:
-        if event.finish is None:
-            meter.on_tokens(event, self._last_heard)
-            sink.on_tokens(event)
-            return
-        del self._open[event.uid]
-        match event.finish:
-            case FinishReason.ERROR:
-                meter.failed()
-                sink.on_failed(RequestFailed(event.error or "generation failed", status=500, code="generation_failed"))
-            case FinishReason.ABORT:
-                meter.aborted()
-                sink.on_failed(RequestFailed("the request was aborted", status=499, code="request_aborted"))
-            case FinishReason.STOP | FinishReason.LENGTH:
-                meter.on_tokens(event, self._last_heard)
-                meter.succeeded(event.finish.value)
-                sink.on_tokens(event)
-
     # ---- life and death of the engine ----
 
     def _on_status(self, status: EngineStatus) -> None:
         if self.status is None or status.pid != self.status.pid:
             if self.status is not None:
-                self._fail_open("the engine was restarted")
+                self._lose_requests("the engine was restarted")
             self._forget_process()
             self._process = EngineProcess(status.pid, self._loop, self._on_death)
         self.status = status
@@ -383,17 +235,14 @@ class EngineClient:
 
     def _on_death(self) -> None:
         assert self.status is not None
-        log.error("engine process %d is gone: %d open requests fail", self.status.pid, len(self._open))
+        log.error("engine process %d is gone: %d open requests fail", self.status.pid, self.num_open)
         self._died = f"the engine process {self.status.pid} died; a new one is being started"
         self.status = None
         self._forget_process()
-        self._disconnect()
-        self._last_heard = -math.inf
-        self._fail_open("the engine died while it worked on this request")
-        self._connect()
+        self._line.disconnect()
+        self._lose_requests("the engine died while it worked on this request")
+        self._line.connect()
+        self._last_greeting = -math.inf
 
-    def _fail_open(self, why: str) -> None:
-        failed, self._open = self._open, {}
-        for call in failed.values():
-            call.meter.failed()
-            call.sink.on_failed(RequestFailed(why, status=503, code="engine_dead", retry_after_s=2))
+    def _lose_requests(self, why: str) -> None:
+        self._requests.lose_all(RequestFailed(why, status=503, code="engine_dead", retry_after_s=2))

@@ -1,0 +1,138 @@
+"""The requests of a frontend that the engine works on, and who is told what becomes of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from opentelemetry.trace import Tracer
+
+from radixserve.engine.messages import Abort, FinishReason, Outputs, Rejected, Submit, ToEngine, TokenEvent
+from radixserve.server.errors import RequestFailed
+from radixserve.server.metrics import Numbers, RequestMeter
+from radixserve.server.tracing import RequestSpan
+
+log = logging.getLogger("radixserve.server")
+
+TOKEN_ID_BYTES = 4  # in ``Submit.prompt_ids``
+
+
+class Sink(Protocol):
+    """Takes what comes for one engine request. After ``on_failed`` or an event with ``finish`` there is no more."""
+
+    def on_token(self, token_id: int) -> None: ...
+
+    def on_tokens(self, event: TokenEvent) -> None: ...
+
+    def on_failed(self, error: RequestFailed) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    sink: Sink
+    meter: RequestMeter
+
+
+class OpenRequests:
+    """Owns the sinks and meters of open requests by uid. Each request leaves once: finished, failed or aborted."""
+
+    def __init__(self, send: Callable[[ToEngine], bool], numbers: Numbers, tracer: Tracer | None):
+        self._send = send
+        self._numbers = numbers
+        self._tracer = tracer
+        self._open: dict[int, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, request: Submit, sink: Sink) -> None:
+        span = None if self._tracer is None else RequestSpan(self._tracer, request)
+        meter = RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, span)
+        self._open[request.uid] = _Open(sink, meter)
+
+    # ---- what the client wants ----
+
+    def abort(self, uid: int) -> None:
+        """The caller wants no more events of ``uid``; nothing happens if it has ended."""
+        if (call := self._open.pop(uid, None)) is not None:
+            call.meter.aborted()
+            self._send(Abort(uid))
+
+    def complete(self, uid: int) -> None:
+        """A stop string ended ``uid``, of which the engine knows nothing; nothing happens if it has ended."""
+        if (call := self._open.get(uid)) is not None:
+            call.meter.succeeded(FinishReason.STOP.value)
+            self.abort(uid)
+
+    # ---- what the engine says ----
+
+    def deliver(self, outputs: Outputs, now: float) -> None:
+        """``now``: when they were received, time.monotonic()."""
+        self._deliver_tokens(outputs.uids, outputs.tokens, now)
+        for event in outputs.events:
+            if (call := self._open.get(event.uid)) is None:
+                continue
+            try:
+                self._deliver_event(event, call.sink, call.meter, now)
+            except Exception:
+                self._give_up(event.uid, call)
+
+    def _deliver_tokens(self, uids: list[int], tokens: list[int], now: float) -> None:
+        """The path that nearly every token takes."""
+        for uid, token in zip(uids, tokens, strict=True):
+            if (call := self._open.get(uid)) is None:
+                continue  # aborted meanwhile
+            call.meter.on_token(now)
+            try:
+                call.sink.on_token(token)
+            except Exception:
+                self._give_up(uid, call)
+
+    def _deliver_event(self, event: TokenEvent, sink: Sink, meter: RequestMeter, now: float) -> None:
+        if event.finish is None:
+            meter.on_tokens(event, now)
+            sink.on_tokens(event)
+            return
+        del self._open[event.uid]
+        match event.finish:
+            case FinishReason.ERROR:
+                meter.failed()
+                sink.on_failed(RequestFailed(event.error or "generation failed", status=500, code="generation_failed"))
+            case FinishReason.ABORT:
+                meter.aborted()
+                sink.on_failed(RequestFailed("the request was aborted", status=499, code="request_aborted"))
+            case FinishReason.STOP | FinishReason.LENGTH:
+                meter.on_tokens(event, now)
+                meter.succeeded(event.finish.value)
+                sink.on_tokens(event)
+
+    def reject(self, message: Rejected) -> None:
+        if (call := self._open.pop(message.uid, None)) is not None:
+            call.meter.rejected(message.code or "other")
+            call.sink.on_failed(RequestFailed.from_rejected(message))
+
+    # ---- what goes wrong ----
+
+    def _give_up(self, uid: int, call: _Open) -> None:
+        """Our fault: what the engine said could not be made an answer. The others of its message must not suffer."""
+        log.exception("a request failed between the engine and its client")
+        self._fail(uid, call, RequestFailed("internal error", status=500, code="internal_error"))
+
+    def fail_all(self, error: RequestFailed) -> None:
+        """End every open request with ``error``."""
+        for uid, call in list(self._open.items()):
+            self._fail(uid, call, error)
+
+    def lose_all(self, error: RequestFailed) -> None:
+        """``fail_all`` where the engine that had them is gone: it must not be told to abort them."""
+        lost, self._open = self._open, {}
+        for call in lost.values():
+            call.meter.failed()
+            call.sink.on_failed(error)
+
+    def _fail(self, uid: int, call: _Open, error: RequestFailed) -> None:
+        call.meter.failed()
+        self.abort(uid)
+        call.sink.on_failed(error)
