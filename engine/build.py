@@ -25,6 +25,7 @@ from radixserve.engine.profiling import ProfiledRunner
 from radixserve.engine.recorded_model import RecordedModel
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
+from radixserve.engine.sharding import Shard
 from radixserve.engine.sizing import (
     check_num_pages,
     choose_dtype,
@@ -82,7 +83,7 @@ def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> B
     kernels = _choose_kernels(config, spec, device, progress)
     sizes = _resolve_sizes(config, spec, kernels, device)
     packing = config.cpu_weights if isinstance(kernels.ops, NativeOps) else None
-    model = load_model(config, files, spec, kernels.dtype, device, sizes.max_model_len, packing, progress)
+    model = load_model(config, files, spec, kernels.dtype, device, sizes.max_model_len, packing, progress, Shard())
     progress("sizing the KV cache", 1.0)
     parts = _Parts(config, spec, sizes, model, kernels)
     num_pages = parts.choose_num_pages()

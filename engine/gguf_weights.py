@@ -17,7 +17,7 @@ from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import GGUFFile, GGUFTensor
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.weight_packing import store_rows
-from radixserve.engine.weights import StoredTensor
+from radixserve.engine.weights import Index, StoredTensor
 from radixserve.kernels.packing import PANEL, WeightKind, pack_q4, pack_q8
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -86,15 +86,17 @@ def _checkpoint_name(name: str, block_names: Mapping[str, str]) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _copy(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor) -> None:
+def _copy(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor, index: Index) -> None:
     # Vectors are one row; quantization blocks never cross rows, so rows can be moved while still quantized.
     rows = gguf.raw(tensor.name).reshape(torch.Size(tensor.shape[:-1]).numel(), -1)
     rows = _half_rotation_order(rows, tensor, spec)
+    rows = rows.reshape(*tensor.shape[:-1], -1)[index[:-1]].reshape(-1, rows.shape[-1])
+    columns = index[-1] if index else slice(None)
     step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
     first = 0
     for matrix in place if place.dim() == 3 else place.view(1, -1, place.shape[-1]):
         for some in matrix.split(step):
-            values = dequantize(rows[first : first + len(some)], tensor.quantization)
+            values = dequantize(rows[first : first + len(some)], tensor.quantization)[:, columns]
             some.copy_(torch.from_numpy(np.require(values, np.float32, ["C", "W"])))
             first += len(some)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine.cut_weights import WeightCutter
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.gguf_weights import gguf_tensors
@@ -15,6 +16,7 @@ from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
 from radixserve.engine.models.registry import create_model
+from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.weight_packing import pack_model
 from radixserve.engine.weights import Progress, StoredTensor, fill_random, load_weights, safetensors_tensors
 from radixserve.kernels.packing import WeightKind
@@ -31,24 +33,31 @@ def load_model(
     max_positions: int,
     packing: str | None,
     progress: Progress,
+    shard: Shard,
 ) -> Decoder:
-    """The model of ``files`` on ``device``; ``packing``: ``--cpu-weights`` for the native CPU kernels, None for others.
-    Raises ``ConfigError`` when memory is short, ``ModelError`` when the weights do not fit the spec."""
+    """The part ``shard`` of the model of ``files``, whose ``spec`` this is, on ``device``; ``packing``:
+    ``--cpu-weights`` for the native CPU kernels, None for others. Raises ``ConfigError`` when memory is short or the
+    model cannot be cut so, ``ModelError`` when the weights do not fit the spec."""
     stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec))
     kinds = {tensor.name: tensor.kind for tensor in stored}
-    needed = weight_bytes(spec, dtype, packing, kinds)
-    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    local = local_spec(spec, shard.size)
+    needed = weight_bytes(local, dtype, packing, kinds)
+    free = available_memory() // shard.size if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:  # Linux would promise the memory, and then end the process that uses it.
         raise ConfigError(
             f"the weights take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free on {device}. Choose a "
             f"smaller model, a narrower --dtype or --cpu-weights, or a machine with more memory"
         )
-    model = create_model(spec, dtype, device, max_positions)
+    model = create_model(local, dtype, device, max_positions)
     if packing is not None:
         pack_model(model, packing, kinds)
+    cutter = None
+    if shard.size > 1:
+        cutter = WeightCutter(create_model(spec, dtype, torch.device("meta"), max_positions=1), model, shard)
     if config.load_format == "dummy":
-        fill_random(model, config.seed)
+        cutter.fill_random(config.seed) if cutter else fill_random(model, config.seed)
         return model
+    stored = list(cutter.tensors(stored)) if cutter else stored
     load_weights(model, stored, progress, min(usable_cores(), _MOST_THREADS))
     return model
 

@@ -24,6 +24,8 @@ from radixserve.kernels.packing import WeightKind, kind_of
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share of it that is done, 0..1)."""
+Index = tuple[slice, ...]
+"""The part of a tensor that is wanted: a slice for each dimension, or () for all of it."""
 
 _RANDOM_STD = 0.02
 _LISTED_NAMES = 8
@@ -34,35 +36,32 @@ _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I1
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. ``copy_to`` reads it into a tensor of its shape, of any dtype and device; ``pack_to``, if
-    there is one, into a place packed as ``kind``, where it loses nothing."""
+    """A tensor in a file. ``copy_to`` reads a part of it into a tensor of that shape, of any dtype and device;
+    ``pack_to``, if there is one, all of it into a place packed as ``kind``, where it loses nothing."""
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int  # in the file
-    copy_to: Callable[[Tensor], None]
+    copy_to: Callable[[Tensor, Index], None]
     kind: WeightKind = WeightKind.BF16
     pack_to: Callable[[Tensor], None] | None = None
 
     def load_to(self, place: Tensor) -> None:
         """Read it into ``place``, packed or not."""
         if not is_packed(place):
-            self.copy_to(place)
+            self.copy_to(place, ())
         elif self.pack_to is not None and kind_of(place, self.shape[1]) == self.kind:
             self.pack_to(place)
         else:
             values = torch.empty(self.shape, dtype=torch.float32)
-            self.copy_to(values)
+            self.copy_to(values, ())
             store_packed(values, place)
 
 
 def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Progress, num_threads: int = 1) -> None:
     """Copy every stored tensor to its place. Raises ``ModelError`` that lists what is missing, unexpected or of the
     wrong shape, before anything is copied."""
-    tensors = list(stored)
-    places = weight_places(model, {tensor.name for tensor in tensors})
-    tensors = [tensor for tensor in tensors if not _is_redundant(tensor.name, places)]
-    _check_complete(places, tensors)
+    places, tensors = match_tensors(model, stored)
     total_bytes = max(1, sum(tensor.num_bytes for tensor in tensors))
     copied_bytes, started = 0, time.monotonic()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
@@ -78,6 +77,15 @@ def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Pro
                 progress(what, copied_bytes / total_bytes)
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def match_tensors(model: nn.Module, stored: Iterable[StoredTensor]) -> tuple[dict[str, Tensor], list[StoredTensor]]:
+    """The places of ``model``, and the tensors of ``stored`` that go there. Raises as ``load_weights`` does."""
+    tensors = list(stored)
+    places = weight_places(model, {tensor.name for tensor in tensors})
+    tensors = [tensor for tensor in tensors if not _is_redundant(tensor.name, places)]
+    _check_complete(places, tensors)
+    return places, tensors
 
 
 def weight_places(model: nn.Module, stored: Collection[str] = ()) -> dict[str, Tensor]:
@@ -119,17 +127,21 @@ def fill_random(model: nn.Module, seed: int) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                parameter.fill_(1.0)
-                continue
             if parameter.device not in generators:
                 generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
             generator = generators[parameter.device]
             if is_packed(parameter):
                 values = torch.empty(len(parameter), columns(module))
-                store_packed(values.normal_(0.0, _RANDOM_STD, generator=generator), parameter)
+                store_packed(draw_random(values, module, generator), parameter)
             else:
-                parameter.normal_(0.0, _RANDOM_STD, generator=generator)
+                draw_random(parameter, module, generator)
+
+
+def draw_random(values: Tensor, module: nn.Module, generator: torch.Generator) -> Tensor:
+    """Fill ``values`` of a parameter of ``module`` in place, see ``fill_random``."""
+    if isinstance(module, RMSNorm):
+        return values.fill_(1.0)
+    return values.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
 def _ways_to_store(path: str, module: nn.Module, kind: str, parameter: Tensor) -> list[dict[str, Tensor]]:
@@ -149,9 +161,9 @@ def _ways_to_store(path: str, module: nn.Module, kind: str, parameter: Tensor) -
     return [whole]
 
 
-def _copy_safetensor(file: Any, name: str, added: float, place: Tensor) -> None:
+def _copy_safetensor(file: Any, name: str, added: float, place: Tensor, index: Index) -> None:
     """From the mapped file straight to its place: no copy of it in between."""
-    place.copy_(file.get_tensor(name))
+    place.copy_(file.get_tensor(name)[index])
     if added:
         place.add_(added)
 

@@ -15,6 +15,7 @@ from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ExpertsSpec, ModelSpec
 from radixserve.engine.models.registry import create_model
 from radixserve.engine.rope_spec import LinearScaling, RopeSpec, YarnScaling
+from radixserve.engine.sharding import Shard
 from radixserve.engine.weights import load_weights, safetensors_tensors, weight_places
 from radixserve.tests.engine import tiny_models
 
@@ -118,4 +119,4 @@ def test_a_model_larger_than_memory_is_refused_before_it_takes_any() -> None:
     assert weight_bytes(spec, torch.float16) > 6 * 2 * 4 * 2**40
     config = ServeConfig(load_format="dummy")
     with pytest.raises(ConfigError, match=r"weights take [\d.]+ GiB, but [\d.]+ GiB are free on cpu.*--dtype"):
-        load_model(config, ModelFiles("huge"), spec, torch.float16, CPU, 16, None, lambda what, share: None)
+        load_model(config, ModelFiles("huge"), spec, torch.float16, CPU, 16, None, lambda what, share: None, Shard())

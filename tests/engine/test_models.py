@@ -1,35 +1,46 @@
 """Logits equal transformers' for every kind of step: whole and chunked prefill, decodes, and mixtures."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from radixserve.configs.schema import ServeConfig
 from radixserve.engine.layers.context import ForwardContext
+from radixserve.engine.load_model import load_model
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
-from radixserve.engine.models.registry import create_model
-from radixserve.engine.weights import load_weights, safetensors_tensors
-from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.engine.parallel import Collectives, ParallelOps
+from radixserve.engine.sharding import Shard, local_spec
+from radixserve.kernels.interface import AttentionShape, BatchLayout, Ops
 from radixserve.kernels.torch_attention import TorchAttention
 from radixserve.kernels.torch_ops import TorchOps
 from radixserve.tests.engine import tiny_models
 
 CPU = torch.device("cpu")
 MAX_LEN = 256
+ALONE = Shard()
 Piece = tuple[int, list[int], int]  # row, token ids, start
 
 
 class Paged:
-    """A model with its own small paged cache; pages are dealt out in no order."""
+    """A model, or the part of a rank that is tied to the others by ``ranks``, with its own small paged cache; pages are
+    dealt out in no order."""
 
-    def __init__(self, folder: Path, page_size: int = 4):
-        files = resolve_model(str(folder))
-        spec = load_spec(files)
-        self.model = create_model(spec, torch.float32, CPU, MAX_LEN)
-        load_weights(self.model, safetensors_tensors(files.weights, spec), lambda detail, share: None)
+    def __init__(
+        self, path: Path, page_size: int = 4, shard: Shard = ALONE, ranks: Collectives | None = None, **options: Any
+    ):
+        files = resolve_model(str(path))
+        whole = load_spec(files)
+        config = ServeConfig.model_validate(options)
+        self.model = load_model(
+            config, files, whole, torch.float32, CPU, MAX_LEN, None, lambda detail, share: None, shard
+        )
+        spec = local_spec(whole, shard.size)
+        self.ops: Ops = ParallelOps(TorchOps(), shard, ranks, whole.vocab_size) if ranks else TorchOps()
         sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, torch.float32)
         shape = AttentionShape(*sizes, spec.attention_scale, spec.attention_softcap, spec.windows)
         self.attention = TorchAttention(shape, CPU)
@@ -54,9 +65,9 @@ class Paged:
         tensors = [torch.from_numpy(array) for array in (rows, kv_lens, starts, self.table)]
         layout = BatchLayout(len(decodes), self.page_size, *tensors, rows, kv_lens, starts, self.table)
         self.attention.plan(layout)
-        context = ForwardContext(TorchOps(), self.attention, torch.from_numpy(positions), slots, self.k, self.v)
+        context = ForwardContext(self.ops, self.attention, torch.from_numpy(positions), slots, self.k, self.v)
         hidden = self.model(torch.tensor([i for _, ids, _ in pieces for i in ids]), context)
-        return list(self.model.logits(hidden, TorchOps()).split(lens.tolist()))
+        return list(self.model.logits(hidden, self.ops).split(lens.tolist()))
 
 
 def check(ours: Tensor, expected: Tensor) -> None:

@@ -1,0 +1,147 @@
+"""Parts of a model that work together give what the whole model gives. The ranks here are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.engine.errors import ConfigError, ModelError
+from radixserve.engine.model_config import load_spec
+from radixserve.engine.model_files import resolve_model
+from radixserve.engine.sharding import Shard, local_spec
+from radixserve.tests.engine import tiny_models
+from radixserve.tests.engine.test_models import Paged, check
+from radixserve.tests.engine.tiny_ggufs import write_gguf
+
+
+class ThreadRanks:
+    """``Collectives`` among ``size`` threads."""
+
+    def __init__(self, size: int):
+        self._barrier = threading.Barrier(size, timeout=30)
+        self._given: list[Tensor | None] = [None] * size
+
+    def seat(self, rank: int) -> ThreadSeat:
+        return ThreadSeat(rank, self)
+
+    def exchange(self, rank: int, tensor: Tensor) -> Tensor:
+        """What all have given, [size, ...]."""
+        self._given[rank] = tensor
+        self._barrier.wait()
+        gathered = torch.stack([given for given in self._given if given is not None])
+        self._barrier.wait()
+        return gathered
+
+
+class ThreadSeat:
+    def __init__(self, rank: int, ranks: ThreadRanks):
+        self._rank = rank
+        self._ranks = ranks
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._ranks.exchange(self._rank, tensor).sum(0)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._ranks.exchange(self._rank, tensor)
+
+
+def on_all_ranks(path: Path, size: int, run: Callable[[Paged], list[Tensor]], **options: Any) -> list[Tensor]:
+    """What ``run`` gives, which must be the same on every rank."""
+    ranks = ThreadRanks(size)
+    with ThreadPoolExecutor(size) as threads:
+        seats = [Shard(rank, size) for rank in range(size)]
+        parts = [Paged(path, shard=shard, ranks=ranks.seat(shard.rank), **options) for shard in seats]
+        answers = list(threads.map(run, parts))
+    for answer in answers[1:]:
+        assert all(torch.equal(*pair) for pair in zip(answers[0], answer, strict=True))
+    return answers[0]
+
+
+IDS, OTHER = tiny_models.random_ids(40, seed=1), tiny_models.random_ids(9, seed=2)
+
+
+def steps(model: Paged) -> list[Tensor]:
+    """A chunk; another one with a whole prompt; a decode with the last chunk."""
+    first = model.logits([], [(0, IDS[:20], 0)])
+    second = model.logits([], [(1, OTHER[:8], 0), (0, IDS[20:33], 20)])
+    third = model.logits([(1, OTHER[8:], 8)], [(0, IDS[33:], 33)])
+    return [*first, *second, *third]
+
+
+def expected_steps(oracle: Any) -> list[Tensor]:
+    ids, other = tiny_models.logits(oracle, IDS), tiny_models.logits(oracle, OTHER)
+    return [ids[:20], other[:8], ids[20:33], other[8:], ids[33:]]
+
+
+VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 2, {}),
+    ("llama", 4, {"vocab_size": 163}),  # two KV heads, and a vocabulary that cannot be dealt out evenly
+    ("llama-wide-heads", 4, {}),  # one KV head
+    ("llama-bias", 4, {"tie_word_embeddings": True}),
+    ("qwen3-tied", 4, {}),
+    ("gemma2", 2, {}),
+    ("phi3", 4, {}),  # merged matrices in the checkpoint
+]
+
+
+@pytest.mark.parametrize(("variant", "size", "changes"), VARIANTS, ids=[f"{v}-{n}" for v, n, _ in VARIANTS])
+def test_logits_of_ranks_equal_those_of_the_whole_model(
+    variant: str, size: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = tiny_models.make(variant, **changes)
+    answers = on_all_ranks(tiny_models.save(oracle, tmp_path), size, steps)
+    for ours, expected in zip(answers, expected_steps(oracle), strict=True):
+        check(ours, expected)
+
+
+@pytest.mark.parametrize("variant", ["llama-bias", "phi3"])
+def test_a_gguf_file_is_cut_as_well(variant: str, tmp_path: Path) -> None:
+    oracle = tiny_models.make(variant, rms_norm_eps=2.0**-18)
+    answers = on_all_ranks(write_gguf(oracle, tmp_path / "m.gguf"), 4, steps)
+    for ours, expected in zip(answers, expected_steps(oracle), strict=True):
+        check(ours, expected)
+
+
+def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.make("llama-bias", vocab_size=163), tmp_path)
+    for ours, expected in zip(
+        on_all_ranks(folder, 4, steps, load_format="dummy"), steps(Paged(folder, load_format="dummy")), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_weights_that_do_not_fit_are_told_in_the_sizes_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.make("llama"), tmp_path)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"intermediate_size": 96', '"intermediate_size": 64'))
+    with pytest.raises(ModelError, match=r"mlp.gate_proj.weight is \[96, 64\], not \[64, 64\]"):
+        Paged(folder, shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "size", "words"),
+    [
+        ("llama", {}, 8, "8 does not divide the model's number of attention heads of 4; use --tensor-parallel-size 4"),
+        ("llama", {"intermediate_size": 90}, 4, "feed-forward width of 90; use --tensor-parallel-size 2"),
+        ("qwen3moe", {"moe_intermediate_size": 30}, 4, "experts' width of 30; use --tensor-parallel-size 2"),
+        (
+            "llama",
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
+            4,
+            "3 KV heads do not divide",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(
+    variant: str, changes: dict[str, Any], size: int, words: str, tmp_path: Path
+) -> None:
+    spec = load_spec(resolve_model(str(tiny_models.save(tiny_models.make(variant, **changes), tmp_path))))
+    with pytest.raises(ConfigError, match=words):
+        local_spec(spec, size)
