@@ -167,3 +167,7 @@ class ServeConfig(ModelOptions, RunnerOptions, CacheOptions, SchedulerOptions, S
     def to_private_json(self) -> str:
         """One line of JSON with the secrets in clear, for our own child processes only."""
         return self.model_dump_json(context=_WITH_SECRETS)
+
+
+# What must not be shown, not even masked where it could be read back: the mask would be a key that everyone knows.
+SECRET_OPTIONS = frozenset(n for n, field in ServeConfig.model_fields.items() if field.annotation == tuple[Secret, ...])

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixserve.configs.options import OPTIONS, VARIABLE_PREFIX, table_name
-from radixserve.configs.schema import GROUPS, ServeConfig
+from radixserve.configs.schema import GROUPS, SECRET_OPTIONS, ServeConfig
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
@@ -134,7 +134,7 @@ def _prepare(name: str, value: Any) -> Any:
 def _explain(mistake: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     name = str(mistake["loc"][0])
     allowed = mistake["msg"].replace("Input should", "it should", 1).partition(", unable to")[0]
-    shown = "this" if name == "api_key" else repr(mistake["input"])
+    shown = "this" if name in SECRET_OPTIONS else repr(mistake["input"])
     return f"{origin[name]}: {shown} is not allowed, {allowed}"
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from radixserve.configs.options import table_name
-from radixserve.configs.schema import GROUPS, OptionGroup, ServeConfig
+from radixserve.configs.schema import GROUPS, SECRET_OPTIONS, OptionGroup, ServeConfig
 
 
 def to_toml(config: ServeConfig) -> str:
@@ -19,9 +19,8 @@ def _table(group: type[OptionGroup], values: dict[str, Any]) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    if name == "api_key" and value:
-        # Not as a masked value: read back, the mask would be a valid key that everyone knows.
-        return f"# api_key: {len(value)} not shown\n"
+    if name in SECRET_OPTIONS and value:
+        return f"# {name}: {len(value)} not shown\n"
     # TOML's strings, numbers, booleans and lists of strings are JSON's; it has no null, which is "auto" here.
     literal = json.dumps("auto" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return f"{name} = {literal}\n"

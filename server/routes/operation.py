@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radixserve.configs.schema import SECRET_OPTIONS
 from radixserve.engine.errors import InvalidRequest
 from radixserve.server.protocol import messages_answer, responses_answer
 from radixserve.server.protocol.fields import RequestModel
@@ -61,7 +62,7 @@ async def server_info(request: Request) -> Response:
         "vocab_size": status.vocab_size if status else None,
         "open_requests": frontend.client.num_open,
         "stats": msgspec.to_builtins(status.stats) if status else {},
-        "config": frontend.config.model_dump(mode="json", exclude={"api_key", "admin_api_key"}),
+        "config": frontend.config.model_dump(mode="json", exclude=set(SECRET_OPTIONS)),
     }
     return json_response(content)
 

@@ -157,12 +157,17 @@ def test_printed_options_read_back_as_the_same(tmp_path: Path) -> None:
     assert merge([toml(tmp_path, to_toml(config))]) == config
 
 
-def test_api_keys_show_nowhere_but_to_our_own_processes() -> None:
-    config = ServeConfig.model_validate({"api_key": ["k-secret"]})
+@pytest.mark.parametrize("option", ["api_key", "admin_api_key"])
+def test_api_keys_show_nowhere_but_to_our_own_processes(option: str, tmp_path: Path) -> None:
+    config = ServeConfig.model_validate({option: ["k-secret"]})
     for text in (repr(config), str(config), repr(config.model_dump()), config.model_dump_json(), to_toml(config)):
         assert "k-secret" not in text
     assert ServeConfig.model_validate_json(config.to_private_json()) == config
-    assert config.api_key[0].get_secret_value() == "k-secret"
+    assert getattr(config, option)[0].get_secret_value() == "k-secret"
+    assert merge([toml(tmp_path, to_toml(config))]) == ServeConfig(), "a mask was read back as a key"
+    with pytest.raises(OptionError, match=f"key {option} in .*: this is not allowed") as error:
+        merge([toml(tmp_path, f'{option} = [["k-secret"]]')])
+    assert "k-secret" not in str(error.value)
 
 
 def test_so_many_threads_that_nothing_else_could_start_are_refused() -> None:
