@@ -160,6 +160,7 @@ class CallReader:
             lambda text: self.deltas.arguments(json.dumps(text, ensure_ascii=False)[1:-1]),
             "\n</parameter>",
             "</parameter>",
+            at_end=_drop,
         )
         if end is None:
             raise Malformed
@@ -204,6 +205,10 @@ class CallReader:
                 if not depth:
                     return "".join(text)
             text.append(char)
+
+
+def _drop(_: str) -> None:
+    """The beginning of a marker, which is no part of a value."""
 
 
 def _loads(text: str) -> Any:

@@ -82,18 +82,25 @@ class OutputParser:
             return
         self.in_reasoning = True
         self._deltas.edge()
-        yield from self._reader.until(self._deltas.reasoning, form.end)
+        yield from self._reader.until(self._deltas.reasoning, form.end, at_end=self._end_begun)
         self._deltas.edge()
         self.in_reasoning = False
 
+    def _end_begun(self, text: str) -> None:
+        """``text`` began the end of the reasoning and is none: more of it, unless it was cut."""
+        if not self._cut:
+            self._deltas.reasoning(text)
+
     def _begins_with(self, start: str) -> Reading[bool]:
-        """Whether ``start`` comes next, after white space; if not, nothing was read."""
+        """Whether ``start`` comes next, after white space; if not, nothing was read; one that was cut is dropped."""
         self._reader.mark()
         char = yield from self._reader.after_space()
         self._reader.give_back(char)
         if (yield from self._reader.try_literal(start)):
             return True
-        self._reader.give_back(self._reader.since_mark())
+        begun = self._reader.since_mark()
+        if not self._cut or begun.isspace():
+            self._reader.give_back(begun)
         return False
 
     def _calls(self, form: CallFormat) -> Reading[None]:
@@ -142,8 +149,6 @@ class OutputParser:
         for end in ends:
             if (yield from self._begins_with(end)):
                 return
-        if self._cut:  # within what closes the calls
-            self._reader.drop_given_back()
 
 
 def _long_id() -> str:

@@ -43,9 +43,6 @@ class Reader:
         self._marked.append(char)
         return char
 
-    def drop_given_back(self) -> None:
-        self._given_back = ""
-
     def give_back(self, chars: str) -> None:
         """The last characters, which ``next`` is to return again."""
         if chars:
@@ -94,9 +91,11 @@ class Reader:
         return "".join(text), found
 
     def try_literal(self, text: str) -> Reading[bool]:
-        """Whether ``text`` comes next; if not, nothing was read."""
+        """Whether ``text`` comes next; if not, nothing was read, but what is left at the end of all text."""
         for position, expected in enumerate(text):
             char = yield from self.next()
+            if char == END:
+                return False
             if char != expected:
                 self.give_back(text[:position] + char)
                 return False

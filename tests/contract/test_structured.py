@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from radixserve.tests.contract.api import CHAT, COMPLETIONS, Api, chat_body, refused
 from radixserve.tests.contract.schemas import random_schema
+from radixserve.tests.e2e.server_process import RunningServer, running_server
 
 QUESTION: list[Any] = [{"role": "user", "content": "Tell me about the weather in Oslo."}]
 
@@ -42,7 +43,7 @@ def model(api: Api) -> str:
     return str(api.http.get("/v1/models").json()["data"][0]["id"])
 
 
-def check_schemas(api: Api, count: int, max_tokens: int) -> int:
+def check_schemas(server: RunningServer, count: int, max_tokens: int) -> int:
     """Ask for ``count`` random schemas, some at a time; returns how many answers came to their end."""
 
     def ask(seed: int) -> int:
@@ -56,18 +57,23 @@ def check_schemas(api: Api, count: int, max_tokens: int) -> int:
         jsonschema.validate(json.loads(choice["message"]["content"]), schema)
         return 1
 
-    patient = Api(api.server, timeout=900)
+    patient = Api(server, timeout=900)
     with patient.http, ThreadPoolExecutor(16) as pool:
         return sum(pool.map(ask, range(count)))
 
 
 def test_random_schemas_are_kept(api: Api) -> None:
-    assert check_schemas(api, 10, max_tokens=60) >= 4
+    assert check_schemas(api.server, 10, max_tokens=60) >= 4
 
 
 @pytest.mark.soak
-def test_two_hundred_random_schemas_are_kept(api: Api) -> None:
-    assert check_schemas(api, 200, max_tokens=160) >= 120
+@pytest.mark.timeout(900)
+def test_two_hundred_random_schemas_are_kept() -> None:
+    with running_server() as server:  # with the model's own weights, as users have it
+        num_ended = check_schemas(server, 200, max_tokens=160)
+        assert "Traceback" not in server.log()
+    print(f"200 random schemas: {num_ended} answers came to their end, and all of them fit")
+    assert num_ended >= 120
 
 
 def test_openai_parses_models_whole_and_streamed(client: openai.OpenAI, model: str) -> None:
