@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from radixserve.kvcache.watch import TreeWatch
 
 Int32s = NDArray[np.int32]
+NOTHING: Int32s = np.empty(0, np.int32)  # no pages, no tokens
 
 
 class Handle(NamedTuple):

@@ -23,11 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixserve.kvcache.base import Handle, Int32s, PrefixCache
+from radixserve.kvcache.base import NOTHING, Handle, Int32s, PrefixCache
 from radixserve.kvcache.pages import PagePool
 from radixserve.kvcache.watch import TreeWatch
-
-_NO_ENTRIES: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -74,11 +72,6 @@ class CacheManager:
         self._watch: TreeWatch | None = None
 
     # ---- what is there ----
-
-    @property
-    def available_tokens(self) -> int:
-        """Tokens that fit on free pages and on pages that eviction could free."""
-        return self._available_pages() * self.page_size
 
     @property
     def num_free_rows(self) -> int:
@@ -214,8 +207,8 @@ class CacheManager:
     def take_page_writes(self) -> tuple[Int32s, Int32s, Int32s]:
         """(rows, cols, pages): the page-table entries written since the last call, for the next plan. An entry may
         occur twice, with equal pages, so the order of writing them does not matter."""
-        rows = np.concatenate([_NO_ENTRIES, *self._written_rows])
-        cols = np.concatenate([_NO_ENTRIES, *self._written_cols])
+        rows = np.concatenate([NOTHING, *self._written_rows])
+        cols = np.concatenate([NOTHING, *self._written_cols])
         self._written_rows.clear()
         self._written_cols.clear()
         return rows, cols, self.page_table[rows, cols]
@@ -255,6 +248,7 @@ class CacheManager:
             self._watch.owner = owner
 
     def _available_pages(self) -> int:
+        """Pages that are free, and those that eviction could free."""
         return self._pool.num_free + self._prefixes.sizes().evictable
 
     def _take(self, count: int) -> Int32s | None:

@@ -14,9 +14,9 @@ def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int
     return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
 
-def pages_that_fit(free_bytes: int, page_bytes: int, reserve_bytes: int = 0) -> int:
-    """Pages that ``free_bytes`` have room for when ``reserve_bytes`` of them are left alone; 0 when none."""
-    return max(free_bytes - reserve_bytes, 0) // page_bytes
+def pages_that_fit(free_bytes: int, page_bytes: int) -> int:
+    """Pages that ``free_bytes`` have room for; 0 when more is in use than there is."""
+    return max(free_bytes, 0) // page_bytes
 
 
 class MHAKVCache:
@@ -60,6 +60,7 @@ class MHAKVCache:
         return self.buffer[0, index], self.buffer[1, index]
 
     def store_kv(self, k: Tensor, v: Tensor, slots: Tensor, layer: int) -> None:
-        """Scatter k and v [T, H, D] of one layer to ``slots`` int64 [T], each at least 0 and named once."""
+        """Scatter k and v [T, H, D] of one layer to ``slots`` int64 [T], each at least 0 and named once. (Models do so
+        in the kernel that rotates the keys, see ``kernels/interface.py``; this says what that means.)"""
         self._slots[0, layer].index_copy_(0, slots, k)
         self._slots[1, layer].index_copy_(0, slots, v)

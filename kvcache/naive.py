@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from radixserve.kvcache.base import CacheSizes, Handle, InsertResult, Int32s
+from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s
 from radixserve.kvcache.watch import TreeWatch
 
-_NOTHING = Handle(cached_len=0, node=None)
+_NO_PREFIX = Handle(cached_len=0, node=None)
 
 
 class NaivePrefixCache:
@@ -20,7 +18,7 @@ class NaivePrefixCache:
         pass
 
     def match(self, token_ids: Int32s, namespace: str = "") -> Handle:
-        return _NOTHING
+        return _NO_PREFIX
 
     def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
         return 0
@@ -32,22 +30,22 @@ class NaivePrefixCache:
         pass
 
     def pages(self, handle: Handle) -> Int32s:
-        return np.empty(0, np.int32)
+        return NOTHING
 
     def insert(self, token_ids: Int32s, pages: Int32s, namespace: str = "") -> InsertResult:
-        return InsertResult(_NOTHING, already_there=0)
+        return InsertResult(_NO_PREFIX, already_there=0)
 
     def evict(self, num_pages: int) -> Int32s:
-        return np.empty(0, np.int32)
+        return NOTHING
 
     def sizes(self) -> CacheSizes:
         return CacheSizes(evictable=0, protected=0)
 
     def owned_pages(self) -> Int32s:
-        return np.empty(0, np.int32)
+        return NOTHING
 
     def clear(self) -> Int32s:
-        return np.empty(0, np.int32)
+        return NOTHING
 
     def check_integrity(self) -> None:
         pass

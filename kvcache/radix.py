@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixserve.kvcache.base import CacheSizes, Handle, InsertResult, Int32s
+from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s
 from radixserve.kvcache.compare import common_pages
 from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
 from radixserve.kvcache.watch import TreeWatch
 
 _INT32 = np.dtype(np.int32)
 _TOKEN_BYTES = _INT32.itemsize
-_NO_PAGES: Int32s = np.empty(0, np.int32)
 _NO_TEXT = memoryview(b"")
 
 
@@ -50,7 +49,7 @@ class RadixPrefixCache:
     def __init__(self, page_size: int, eviction_policy: str = "lru"):
         self.page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._root = _Node(None, b"", b"", _NO_PAGES)
+        self._root = _Node(None, b"", b"", NOTHING)
         self._order: EvictionOrder = EVICTION_ORDERS[eviction_policy]()
         self._evictable_pages = 0
         self._protected_pages = 0
@@ -107,7 +106,7 @@ class RadixPrefixCache:
             self._watch.unlocked(handle.node)
 
     def pages(self, handle: Handle) -> Int32s:
-        segments = [_NO_PAGES]
+        segments = [NOTHING]
         node: _Node = handle.node
         while node.parent is not None:
             segments.append(node.pages)
@@ -127,7 +126,7 @@ class RadixPrefixCache:
 
     def evict(self, num_pages: int) -> Int32s:
         """As in the interface. The last leaf taken may only lose its end: the rest stays, and goes first next time."""
-        freed = [_NO_PAGES]
+        freed = [NOTHING]
         missing = min(num_pages, self._evictable_pages)
         self._evictable_pages -= missing
         while missing > 0:

@@ -124,7 +124,7 @@ def test_admission_counts_the_locked_prefix_as_no_longer_evictable() -> None:
     admitted = cache.admit(prompt)
     assert admitted is not None and admitted.cached_len == 20
     assert cache.extend(admitted, 32)
-    assert cache.available_tokens == 0
+    assert cache.stats().free_tokens == cache.stats().evictable_tokens == 0
     cache.check_integrity()
 
 
@@ -152,7 +152,7 @@ def test_extend_evicts_what_nobody_holds_and_fails_without_a_trace_when_that_is_
     old = start(cache, ids((100, 115)))
     cache.release(old, ids((100, 115)))  # 4 pages cached, 4 free
     lease = start(cache, ids((1, 16)))
-    assert cache.available_tokens == 16
+    assert (cache.stats().free_tokens, cache.stats().evictable_tokens) == (0, 16)
     assert cache.extend(lease, 20)
     assert cache.stats().evicted_tokens == 4
     held = row_of(cache, lease)

@@ -98,7 +98,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert len(self.running) == MAX_ROWS or needed * self.page_size > room
             return
         assert lease.cached_len == cached < len(tokens)
-        assert self.cache.available_tokens >= needed * self.page_size
+        assert self.available_tokens >= needed * self.page_size
         self.running.append(Request(lease, tokens, cached))
 
     @precondition(lambda self: self.running)
@@ -147,10 +147,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         assert self.cache.num_free_rows == MAX_ROWS - len(self.running)
 
+    @property
+    def available_tokens(self) -> int:
+        """Tokens that fit on free pages and on pages that eviction could free."""
+        stats = self.cache.stats()
+        return stats.free_tokens + stats.evictable_tokens
+
     def plan_chunk(self, request: Request, data: st.DataObject) -> bool:
         size = data.draw(st.integers(1, len(request.tokens) - request.computed))
         if not self.cache.extend(request.lease, request.computed + size):
-            assert self.cache.available_tokens < size
+            assert self.available_tokens < size
             return False
         request.start = request.computed
         request.computed += size

@@ -35,10 +35,10 @@ def test_page_bytes_are_those_of_the_buffer() -> None:
     assert 7 * page_bytes(3, 4, 2, 8, torch.bfloat16) == cache.buffer.nbytes
 
 
-def test_as_many_pages_fit_as_memory_beside_the_reserve_holds() -> None:
+def test_as_many_pages_fit_as_free_memory_holds() -> None:
     assert pages_that_fit(1000, page_bytes=100) == 10
-    assert pages_that_fit(1099, page_bytes=100, reserve_bytes=200) == 8
-    assert pages_that_fit(100, page_bytes=100, reserve_bytes=200) == 0
+    assert pages_that_fit(1099, page_bytes=100) == 10
+    assert pages_that_fit(-100, page_bytes=100) == 0
 
 
 def test_a_buffer_that_does_not_fit_is_an_error_with_a_remedy() -> None:
