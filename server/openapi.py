@@ -10,37 +10,18 @@ from fastapi.openapi.utils import get_openapi
 
 from radixserve.server.errors import is_messages_path
 from radixserve.server.protocol.fields import RequestModel
+from radixserve.server.protocol.schemas import NON_EMPTY, NULL, STRING, record, tagged
 
-_NULL = {"type": "null"}
 _NULLABLE_TEXT = {"type": ["string", "null"]}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string", "minLength": 1},
-                "type": {"type": "string"},
-                "param": {**_NULLABLE_TEXT, "description": "The field at fault, as a path: messages[0].role"},
-                "code": {**_NULLABLE_TEXT, "description": "For programs: context_length_exceeded, queue_full, ..."},
-            },
-        }
-    },
-}
-_MESSAGES_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string", "minLength": 1}},
-        },
-    },
-}
+_ERROR = record(
+    error=record(
+        message=NON_EMPTY,
+        type=STRING,
+        param={**_NULLABLE_TEXT, "description": "The field at fault, as a path: messages[0].role"},
+        code={**_NULLABLE_TEXT, "description": "For programs: context_length_exceeded, queue_full, ..."},
+    )
+)
+_MESSAGES_ERROR = tagged("error", error=record(type=STRING, message=NON_EMPTY))
 # Without a type: readers of this document see a string, or the events in it.
 _EVENT_STREAM = {
     "text/event-stream": {"schema": {"description": "Events, each with JSON; then, of completions, [DONE]"}}
@@ -84,6 +65,6 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {key: field[key] for key in ("description", "title", "default") if key in field}
     kind = {key: value for key, value in field.items() if key not in kept}
     choices = kind["anyOf"] if set(kind) == {"anyOf"} else [kind]
-    if not kind or _NULL in choices or None in kind.get("enum", ()):
+    if not kind or NULL in choices or None in kind.get("enum", ()):
         return field
-    return {"anyOf": [*choices, _NULL], **kept}
+    return {"anyOf": [*choices, NULL], **kept}

@@ -11,52 +11,25 @@ from radixserve.engine.sampling_params import MAX_LOGPROBS
 from radixserve.engine.text.conversation import normalize_messages
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.protocol.schemas import JSON_TEXT, NULL, STRING, any_of, list_of, record, tagged
 from radixserve.server.protocol.tools import Function, ToolChoiceField, Tools, check_tools
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_CONTENT = [{"type": "string"}, {"type": "array", "items": {"anyOf": [_TEXT_PART, {"type": "string"}]}}]
-_TOOL_CALL = {
-    "type": "object",
-    "properties": {
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string"},
-                "arguments": {
-                    "anyOf": [{"type": "string", "contentMediaType": "application/json"}, {"type": ["object", "null"]}]
-                },
-            },
-            "required": ["name"],
-        }
-    },
-    "required": ["function"],
-}
-_SAID = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": _CONTENT},
-        "tool_calls": {"type": ["array", "null"], "items": _TOOL_CALL},
-    },
-    "required": ["role", "content"],
-}
-_CALLED = {
-    "type": "object",
-    "properties": {
-        "role": {"const": "assistant"},
-        "content": {"anyOf": [*_CONTENT, {"type": "null"}]},
-        "tool_calls": {"type": "array", "items": _TOOL_CALL},
-    },
-    "required": ["role", "tool_calls"],
-}
+_CONTENT = (STRING, list_of(tagged("text", text=STRING), STRING))
+_TOOL_CALL = record(function=record({"arguments": any_of(JSON_TEXT, {"type": ["object", "null"]})}, name=STRING))
+_SAID = record(
+    {"tool_calls": {"type": ["array", "null"], "items": _TOOL_CALL}},
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content=any_of(*_CONTENT),
+)
+_CALLED = record(
+    {"content": any_of(*_CONTENT, NULL)},
+    role={"const": "assistant"},
+    tool_calls=list_of(_TOOL_CALL),
+)
 Messages = Annotated[
     list[dict[str, Any]],
     BeforeValidator(normalize_messages),
-    WithJsonSchema({"type": "array", "items": {"anyOf": [_SAID, _CALLED]}, "minItems": 1}),
+    WithJsonSchema(list_of(_SAID, _CALLED, at_least=1)),
 ]
 
 

@@ -10,11 +10,11 @@ from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS
 from radixserve.server.protocol.fields import only
 from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.protocol.schemas import NON_EMPTY, any_of, list_of
 
 MAX_PROMPTS = 1024
 
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
+_TOKENS = list_of({"type": "integer", "minimum": 0}, at_least=1)
 
 
 def _as_list(value: object) -> object:
@@ -44,16 +44,7 @@ def _check_prompts(value: object) -> object:
 Prompts = Annotated[
     object,
     BeforeValidator(_check_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT,
-                _TOKENS,
-                {"type": "array", "items": _TEXT, "minItems": 1},
-                {"type": "array", "items": _TOKENS, "minItems": 1},
-            ]
-        }
-    ),
+    WithJsonSchema(any_of(NON_EMPTY, _TOKENS, list_of(NON_EMPTY, at_least=1), list_of(_TOKENS, at_least=1))),
 ]
 
 

@@ -24,6 +24,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.server.errors import invalid_body
+from radixserve.server.protocol.schemas import NON_EMPTY, any_of, list_of
 
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 _HEADER_SAFE = re.compile(r"[\w.\-]{1,64}", re.ASCII)
@@ -110,11 +111,10 @@ Harmless = Annotated[object, Field(description="Accepted; makes no difference")]
 RequestId = Annotated[
     str, AfterValidator(_request_id), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"})
 ]
-_STOP = {"type": "string", "minLength": 1}
 Stop = Annotated[
     list[str],
     BeforeValidator(_list_of),
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP}]}),
+    WithJsonSchema(any_of(NON_EMPTY, list_of(NON_EMPTY))),
 ]
 LogitBias = Annotated[
     dict[int, float],

@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from radixserve.engine.text.conversation import PART_SEPARATOR, Message
-from radixserve.server.protocol.turns import as_object, string_in, text_in, tool_call, unsupported, wrong
+from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, Schema, any_of, list_of, record, tagged
+from radixserve.server.protocol.turns import as_object, kind_of, string_in, text_in, tool_call, wrong
 
 _TEXT = {"text": "text"}
 _USER_BLOCKS = {"text": "text", "tool_result": "content"}
 _ASSISTANT_BLOCKS = {"text": "text", "tool_use": "input", "thinking": "thinking", "redacted_thinking": "data"}
 
 
-def _block(kind: str, required: Sequence[str], **properties: Any) -> dict[str, Any]:
-    required = ["type", *required]
-    return {"type": "object", "properties": {"type": {"const": kind}, **properties}, "required": required}
+def _turn(role: str, *blocks: Schema) -> Schema:
+    return record(role={"const": role}, content=any_of(STRING, list_of(*blocks, at_least=1)))
 
 
-def _turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
-    content = {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": list(blocks)}, "minItems": 1}]}
-    properties = {"role": {"const": role}, "content": content}
-    return {"type": "object", "properties": properties, "required": ["role", "content"]}
-
-
-_STRING = {"type": "string"}
-_TEXT_BLOCK = _block("text", ["text"], text=_STRING)
-TEXT_SCHEMA = {"anyOf": [_STRING, {"type": "array", "items": _TEXT_BLOCK}]}
-_RESULT = _block("tool_result", ["tool_use_id"], tool_use_id=_STRING, content=TEXT_SCHEMA, is_error={"type": "boolean"})
-_USE = _block("tool_use", ["id", "name", "input"], id=_STRING, name=_STRING, input={"type": "object"})
-_THINKING = _block("thinking", ["thinking"], thinking=_STRING)
-_REDACTED = _block("redacted_thinking", [])
-MESSAGES_SCHEMA = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            _turn("user", _TEXT_BLOCK, _RESULT),
-            _turn("assistant", _TEXT_BLOCK, _USE, _THINKING, _REDACTED),
-        ]
-    },
-}
+_TEXT_BLOCK = tagged("text", text=STRING)
+TEXT_SCHEMA = any_of(STRING, list_of(_TEXT_BLOCK))
+_RESULT = tagged("tool_result", {"content": TEXT_SCHEMA, "is_error": BOOLEAN}, tool_use_id=STRING)
+_USE = tagged("tool_use", id=STRING, name=STRING, input=OBJECT)
+_THINKING = tagged("thinking", thinking=STRING)
+_REDACTED = tagged("redacted_thinking")
+MESSAGES_SCHEMA = list_of(
+    _turn("user", _TEXT_BLOCK, _RESULT),
+    _turn("assistant", _TEXT_BLOCK, _USE, _THINKING, _REDACTED),
+    at_least=1,
+)
 
 
 def system_text(value: object) -> str:
@@ -73,7 +61,7 @@ def turn_messages(value: object) -> list[Message]:
 
 def _add_user(messages: list[Message], blocks: list[Any], where: str) -> None:
     for i, block in enumerate(blocks):
-        kind, block = _read(block, f"{where}[{i}]", _USER_BLOCKS)
+        kind, block = kind_of(block, f"{where}[{i}]", _USER_BLOCKS)
         if kind == "tool_result":
             messages.append(_result(block, f"{where}[{i}]"))
             continue
@@ -99,7 +87,7 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         here = f"{where}[{i}]"
-        kind, block = _read(block, here, _ASSISTANT_BLOCKS)
+        kind, block = kind_of(block, here, _ASSISTANT_BLOCKS)
         if kind == "text":
             texts.append(string_in(block, "text", here))
         elif kind == "thinking":
@@ -111,11 +99,3 @@ def _assistant(blocks: list[Any], where: str) -> Message:
     if thought := PART_SEPARATOR.join(thoughts):
         message["reasoning_content"] = thought
     return message | {"tool_calls": calls} if calls else message
-
-
-def _read(block: object, where: str, kinds: Mapping[str, str]) -> tuple[str, Mapping[str, Any]]:
-    block = as_object(block, where)
-    kind = block.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise unsupported(where, kind, kinds)
-    return kind, block

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from radixserve.engine.text.conversation import Message
+from radixserve.server.protocol.schemas import JSON_TEXT, STRING, Schema, any_of, list_of, record, tagged
 from radixserve.server.protocol.turns import (
     as_object,
+    kind_of,
     parsed_arguments,
     string_in,
     text_in,
     tool_call,
-    unsupported,
     wrong,
 )
 
@@ -21,43 +22,14 @@ _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 _THOUGHTS = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
 
 
-def _parts(kinds: Mapping[str, str]) -> dict[str, Any]:
-    forms = [
-        {"type": "object", "properties": {"type": {"const": kind}, key: {"type": "string"}}, "required": ["type", key]}
-        for kind, key in kinds.items()
-    ]
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": forms}}]}
+def _parts(kinds: Mapping[str, str]) -> Schema:
+    return any_of(STRING, list_of(*(tagged(kind, **{key: STRING}) for kind, key in kinds.items())))
 
 
-def _item(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"type": {"const": kind}, **properties}, "required": required}
-
-
-_ARGUMENTS = {"type": "string", "contentMediaType": "application/json"}
-_ID = {"type": "string"}
-INPUT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "anyOf": [
-                    _item("message", ["role", "content"], role={"enum": list(_ROLES)}, content=_parts(_PARTS)),
-                    _item(
-                        "function_call",
-                        ["type", "call_id", "name", "arguments"],
-                        call_id=_ID,
-                        name=_ID,
-                        arguments=_ARGUMENTS,
-                    ),
-                    _item("function_call_output", ["type", "call_id", "output"], call_id=_ID, output=_parts(_PARTS)),
-                    _item("reasoning", ["type"]),
-                ]
-            },
-        },
-    ]
-}
+_MESSAGE_ITEM = record({"type": {"const": "message"}}, role={"enum": list(_ROLES)}, content=_parts(_PARTS))
+_CALL_ITEM = tagged("function_call", call_id=STRING, name=STRING, arguments=JSON_TEXT)
+_CALL_OUTPUT_ITEM = tagged("function_call_output", call_id=STRING, output=_parts(_PARTS))
+INPUT_SCHEMA = any_of(STRING, list_of(_MESSAGE_ITEM, _CALL_ITEM, _CALL_OUTPUT_ITEM, tagged("reasoning"), at_least=1))
 
 
 def input_messages(value: object) -> list[Message]:
@@ -69,12 +41,10 @@ def input_messages(value: object) -> list[Message]:
     messages: list[Message] = []
     for i, item in enumerate(value):
         where = f"input[{i}]"
-        item = as_object(item, where)
-        kind = item.get("type", "message")
-        if kind == "item_reference":
+        item = {"type": "message", **as_object(item, where)}
+        if item["type"] == "item_reference":
             raise wrong(where, "item_reference is not supported, since nothing is stored; send the item itself")
-        if not isinstance(kind, str) or kind not in _READERS:
-            raise unsupported(where, kind, _READERS)
+        kind, item = kind_of(item, where, _READERS)
         _READERS[kind](messages, item, where)
     if not messages:
         raise wrong("input", "has nothing but reasoning")

@@ -11,6 +11,7 @@ from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation import SamplingFields
 from radixserve.server.protocol.response_items import INPUT_SCHEMA, input_messages
+from radixserve.server.protocol.schemas import OBJECT, STRING, any_of, record, tagged
 from radixserve.server.protocol.tools import Function, Tool, ToolChoice
 from radixserve.server.protocol.turns import function_only, with_system
 
@@ -54,29 +55,11 @@ def _named(tool: object) -> str:
 _ToolChoiceField = Annotated[
     ToolChoice,
     BeforeValidator(_tool_choice),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required"]},
-                {
-                    "type": "object",
-                    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-                    "required": ["type", "name"],
-                },
-            ]
-        }
-    ),
+    WithJsonSchema(any_of({"enum": ["none", "auto", "required"]}, tagged("function", name=STRING))),
 ]
-_FORMAT_SCHEMA = {
-    "anyOf": [
-        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
-        {
-            "type": "object",
-            "properties": {"type": {"const": "json_schema"}, "name": {"type": "string"}, "schema": {"type": "object"}},
-            "required": ["type", "name", "schema"],
-        },
-    ]
-}
+_FORMAT_SCHEMA = any_of(
+    record(type={"enum": ["text", "json_object"]}), tagged("json_schema", name=STRING, schema=OBJECT)
+)
 
 
 class TextOptions(RequestModel):

@@ -11,34 +11,15 @@ from radixserve.engine import structured
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_GRAMMAR_CHARS
 from radixserve.engine.structured import Format
+from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, any_of, record, tagged
 
-RESPONSE_FORMAT_SCHEMA = {
-    "anyOf": [
-        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string"},
-                        "description": {"type": "string"},
-                        "schema": {"type": "object"},
-                        "strict": {"type": "boolean"},
-                    },
-                    "required": ["schema"],
-                },
-            },
-            "required": ["type", "json_schema"],
-        },
-        {
-            "type": "object",
-            "properties": {"type": {"const": "structural_tag"}, "format": {"type": "object"}},
-            "required": ["type", "format"],
-        },
-    ]
-}
+RESPONSE_FORMAT_SCHEMA = any_of(
+    record(type={"enum": ["text", "json_object"]}),
+    tagged(
+        "json_schema", json_schema=record({"name": STRING, "description": STRING, "strict": BOOLEAN}, schema=OBJECT)
+    ),
+    tagged("structural_tag", format=OBJECT),
+)
 
 
 class Wanted(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.server.protocol.fields import RequestModel
+from radixserve.server.protocol.schemas import STRING, any_of, record, tagged
 
 _NAME = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 
@@ -65,18 +66,11 @@ def _tool_choice(value: object) -> object:
     raise ValueError("must be none, auto, required, a named function, or allowed_tools")
 
 
-_NAMED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-    },
-    "required": ["type", "function"],
-}
+_NAMED_SCHEMA = tagged("function", function=record(name=STRING))
 ToolChoiceField = Annotated[
     ToolChoice,
     BeforeValidator(_tool_choice),
-    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_SCHEMA]}),
+    WithJsonSchema(any_of({"enum": ["none", "auto", "required"]}, _NAMED_SCHEMA)),
 ]
 Tools = Annotated[list[Tool], Field(max_length=512)]
 

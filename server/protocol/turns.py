@@ -37,16 +37,18 @@ def text_in(content: object, where: str, kinds: Mapping[str, str]) -> str:
 
 
 def _part(part: object, where: str, kinds: Mapping[str, str]) -> str:
-    part = as_object(part, where)
-    kind = part.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise unsupported(where, kind, kinds)
+    kind, part = kind_of(part, where, kinds)
     return string_in(part, kinds[kind], where)
 
 
-def unsupported(where: str, kind: object, kinds: Mapping[str, Any]) -> InvalidRequest:
-    what = f"{kind!r} is not supported by this server, which reads text only; supported: {', '.join(kinds)}"
-    return wrong(f"{where}.type", what)
+def kind_of(item: object, where: str, kinds: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The ``type`` of an item, which must be one of ``kinds``, and the item."""
+    item = as_object(item, where)
+    kind = item.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        what = f"{kind!r} is not supported by this server, which reads text only; supported: {', '.join(kinds)}"
+        raise wrong(f"{where}.type", what)
+    return kind, item
 
 
 def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
