@@ -53,6 +53,9 @@ class ModelOptions(OptionGroup):
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = Field(
         "auto", description="Weights to read where a folder has both kinds; dummy: random ones, for benchmarks"
     )
+    quantization: Literal["auto", "fp8"] = Field(
+        "auto", description="fp8: the matrices of an unquantized checkpoint become 8 bits wide (auto: as stored)"
+    )
     seed: int = Field(0, description="Seed of random weights and of requests that bring none")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
+from torch import nn
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.cut_weights import WeightCutter
@@ -16,10 +18,13 @@ from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
 from radixserve.engine.models.registry import create_model
+from radixserve.engine.quantized_model import check_quantization, form_of, quantize_as_stored, quantize_model
+from radixserve.engine.quantized_weights import quantized_tensors
 from radixserve.engine.sharding import Shard, local_spec
-from radixserve.engine.weight_packing import pack_model
+from radixserve.engine.weight_packing import model_bytes, pack_model
 from radixserve.engine.weights import Progress, StoredTensor, fill_random, load_weights, safetensors_tensors
 from radixserve.kernels.packing import WeightKind
+from radixserve.kernels.quantized import Form
 
 _MOST_THREADS = 8  # that read weights: more only make a disk seek
 
@@ -38,17 +43,20 @@ def load_model(
     """The part ``shard`` of the model of ``files``, whose ``spec`` this is, on ``device``; ``packing``:
     ``--cpu-weights`` for the native CPU kernels, None for others. Raises ``ConfigError`` when memory is short or the
     model cannot be cut so, ``ModelError`` when the weights do not fit the spec."""
+    check_quantization(config, files, spec, packing)
     stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec))
+    # Quantized matrices are not cut: ranks hold their parts dequantized.
+    quantize = None if packing or shard.size > 1 else _quantize(config, spec, stored)
     kinds = {tensor.name: tensor.kind for tensor in stored}
     local = local_spec(spec, shard.size)
-    needed = weight_bytes(local, dtype, packing, kinds)
+    needed = weight_bytes(local, dtype, packing, kinds, quantize)
     free = available_memory() // shard.size if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:  # Linux would promise the memory, and then end the process that uses it.
         raise ConfigError(
             f"the weights take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free on {device}. Choose a "
             f"smaller model, a narrower --dtype or --cpu-weights, or a machine with more memory"
         )
-    model = create_model(local, dtype, device, max_positions)
+    model = create_model(local, dtype, device, max_positions, quantize)
     if packing is not None:
         pack_model(model, packing, kinds)
     cutter = None
@@ -65,14 +73,29 @@ def load_model(
 def _stored_tensors(files: ModelFiles, spec: ModelSpec) -> Iterator[StoredTensor]:
     if files.gguf:
         return gguf_tensors(read_gguf(files.gguf), spec)
-    return safetensors_tensors(files.weights, spec)
+    stored = safetensors_tensors(files.weights, spec)
+    return quantized_tensors(stored, spec.quantization) if spec.quantization else stored
+
+
+def _quantize(
+    config: ServeConfig, spec: ModelSpec, stored: Sequence[StoredTensor]
+) -> Callable[[nn.Module], None] | None:
+    """What gives matrices of an empty model room for quantized weights."""
+    if spec.quantization is not None and stored:
+        return partial(quantize_as_stored, stored={tensor.name: tensor.matrix for tensor in stored})
+    form = form_of(spec.quantization) if spec.quantization else Form(8, None) if config.quantization == "fp8" else None
+    return None if form is None else partial(quantize_model, form=form)
 
 
 def weight_bytes(
-    spec: ModelSpec, dtype: torch.dtype, packing: str | None = None, kinds: Mapping[str, WeightKind] | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    packing: str | None = None,
+    kinds: Mapping[str, WeightKind] | None = None,
+    quantize: Callable[[nn.Module], None] | None = None,
 ) -> int:
-    """Of a model in memory; ``packing`` and ``kinds``: see ``pack_model``."""
-    model = create_model(spec, dtype, torch.device("meta"), max_positions=1)
+    """Of a model in memory; ``packing`` and ``kinds``: see ``pack_model``; ``quantize``: see ``create_model``."""
+    model = create_model(spec, dtype, torch.device("meta"), 1, quantize)
     if packing is not None:
         pack_model(model, packing, kinds or {})
-    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    return model_bytes(model)

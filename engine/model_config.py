@@ -15,6 +15,7 @@ from radixserve.engine.gguf_config import GGUF_KEYS, config_of_gguf
 from radixserve.engine.gguf_reader import GGUFFile, read_gguf
 from radixserve.engine.model_files import ModelFiles, read_json
 from radixserve.engine.model_spec import LayerSpec, ModelSpec, SamplingDefaults
+from radixserve.engine.quantization import read_quantization
 from radixserve.engine.rope_spec import DynamicScaling, RopeSpec, YarnScaling, read_rope
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -88,6 +89,7 @@ def _spec(family: Family, config: ConfigReader) -> ModelSpec:
         bos_token_id=config.optional_integer("bos_token_id"),
         eos_token_ids=config.token_ids("eos_token_id"),
         dtype=str(config.values.get("dtype") or config.values.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        quantization=read_quantization(config),
     )
     spec = family.adapt(spec, config)
     _refuse_unsupported(config, spec)
@@ -149,9 +151,6 @@ def _refuse_unsupported(config: ConfigReader, spec: ModelSpec) -> None:
             raise ModelError(f"{config.source}: {key} is not supported")
     if not spec.has_experts and (config.flag("num_experts") or config.flag("num_local_experts")):
         raise ModelError(f"{config.source}: mixtures of experts are not supported in the family {spec.family}")
-    if quantization := config.values.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ModelError(f"quantization {method!r} is not supported in safetensors; use an unquantized or a GGUF model")
 
 
 def _checked(spec: ModelSpec) -> ModelSpec:

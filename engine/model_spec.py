@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from radixserve.engine.errors import ModelError
+from radixserve.engine.quantization import StoredQuantization
 from radixserve.engine.rope_spec import RopeSpec
 
 
@@ -48,6 +49,7 @@ class ModelSpec:
     keys are normed by head. ``sandwich_norms``: attention and feed-forward are normed before and after.
     ``unit_offset_norms``: norms multiply by 1 + weight. ``attention_scale`` None: 1 / sqrt(head_dim). ``*_softcap``:
     scores or logits become cap * tanh(x / cap). ``dtype``: the type the weights were made for, a torch name.
+    ``quantization``: how the checkpoint keeps its matrices, if not as values of a type.
     """
 
     family: str
@@ -74,6 +76,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    quantization: StoredQuantization | None = None
     stored_names: StoredNames = StoredNames()
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from radixserve.engine.sharding import Shard
 from radixserve.kernels.interface import Ops
+from radixserve.kernels.quantized import QuantizedMatrix
 
 
 class Collectives(Protocol):
@@ -53,6 +54,9 @@ class ParallelOps:
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._ranks.all_reduce(self._ops.linear(y, weight, None if self._shard.rank else bias))
+
+    def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+        raise AssertionError("ranks hold their parts of quantized checkpoints dequantized")
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.experts import Experts
-from radixserve.engine.layers.linear import Embedding, Linear, MergedLinear
+from radixserve.engine.layers.linear import Embedding, Linear, MergedLinear, QuantizedLinear
 from radixserve.kernels.packing import PANEL, WeightKind, can_pack, empty_packed, kind_of, pack, row_bytes
+from radixserve.kernels.quantized import QuantizedMatrix
 
 _FORCED = {"int4": WeightKind.Q4, "int8": WeightKind.Q8, "bf16": WeightKind.BF16}
 _NAMES = {WeightKind.Q4: "int4", WeightKind.Q8: "int8", WeightKind.BF16: "bfloat16"}
+_FORMS = {8: "fp8", 4: "int4"}  # of quantized matrices by bits
 _CHUNK_ELEMENTS = 1 << 20  # packed at a time, so that no second copy of a large matrix is made
 
 
@@ -34,23 +37,32 @@ def pack_model(model: nn.Module, option: str, stored_kinds: Mapping[str, WeightK
 
 
 def describe_weights(model: nn.Module) -> str:
-    """The kinds of the model's matrices, for people."""
+    """The kinds of the model's matrices and the bytes of all weights, for people."""
     counts: dict[str, int] = {}
     for _, module in _matrices(model):
         name = str(module.weight.dtype).removeprefix("torch.")
         if is_packed(module.weight):
             name = _NAMES[kind_of(module.weight, columns(module))]
         counts[name] = counts.get(name, 0) + len(module.weight) * columns(module)
-    return " and ".join(sorted(counts, key=lambda name: -counts[name]))
+    for matrix in (module.matrix for module in model.modules() if isinstance(module, QuantizedLinear)):
+        name = _FORMS[matrix.form.bits]
+        counts[name] = counts.get(name, 0) + math.prod(matrix.shape)
+    kinds = " and ".join(sorted(counts, key=lambda name: -counts[name]))
+    return f"{kinds} ({model_bytes(model) / 2**30:.2f} GiB)"
 
 
-def is_packed(place: Tensor) -> bool:
-    return place.dtype == torch.uint8
+def model_bytes(model: nn.Module) -> int:
+    """Of all its weights."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
 
 
-def fits_shape(place: Tensor, shape: tuple[int, ...]) -> bool:
+def is_packed(place: Tensor | QuantizedMatrix) -> bool:
+    return isinstance(place, Tensor) and place.dtype == torch.uint8
+
+
+def fits_shape(place: Tensor | QuantizedMatrix, shape: tuple[int, ...]) -> bool:
     """Whether a tensor of ``shape`` belongs in ``place``, packed or not."""
-    if not is_packed(place):
+    if isinstance(place, QuantizedMatrix) or not is_packed(place):
         return shape == tuple(place.shape)
     return len(shape) == 2 and shape[0] == len(place) and place.shape[1] in [row_bytes(k, shape[1]) for k in WeightKind]
 

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from radixserve.engine.errors import ModelError
 from radixserve.engine.layers.experts import Experts
-from radixserve.engine.layers.linear import MergedLinear
+from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.weight_packing import columns, fits_shape, is_packed, store_packed
 from radixserve.kernels.packing import WeightKind, kind_of
+from radixserve.kernels.quantized import Form, QuantizedMatrix, quantize
 
+Place = Tensor | QuantizedMatrix
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share of it that is done, 0..1)."""
 Index = tuple[slice, ...]
@@ -31,13 +33,30 @@ _RANDOM_STD = 0.02
 _LISTED_NAMES = 8
 # Buffers that some checkpoints carry although they follow from the configuration.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+_QUANTIZED_ELEMENTS = 1 << 24  # quantized at a time, so that large matrices are never in memory as fp32
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix that is quantized in its file, as ``read`` gives it; ``order`` is of that matrix."""
+
+    form: Form
+    order: Tensor | None
+    read: Callable[[torch.device], QuantizedMatrix]
+
+    def merges_with(self, other: StoredMatrix | None) -> bool:
+        """Whether their rows may lie in one matrix."""
+        if other is None or self.form != other.form or self.order is None or other.order is None:
+            return other is not None and self.form == other.form
+        return torch.equal(self.order, other.order)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file. ``copy_to`` reads a part of it into a tensor of that shape, of any dtype and device;
-    ``pack_to``, if there is one, all of it into a place packed as ``kind``, where it loses nothing."""
+    ``pack_to``, if there is one, all of it into a place packed as ``kind``, where it loses nothing. ``read``: the
+    tensor itself, mapped to the file, if it can be; ``matrix``: as what it is quantized, if it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,10 +64,14 @@ class StoredTensor:
     copy_to: Callable[[Tensor, Index], None]
     kind: WeightKind = WeightKind.BF16
     pack_to: Callable[[Tensor], None] | None = None
+    read: Callable[[], Tensor] | None = None
+    matrix: StoredMatrix | None = None
 
-    def load_to(self, place: Tensor) -> None:
-        """Read it into ``place``, packed or not."""
-        if not is_packed(place):
+    def load_to(self, place: Place) -> None:
+        """Read it into ``place``, packed, quantized or neither."""
+        if isinstance(place, QuantizedMatrix):
+            self._load_quantized(place)
+        elif not is_packed(place):
             self.copy_to(place, ())
         elif self.pack_to is not None and kind_of(place, self.shape[1]) == self.kind:
             self.pack_to(place)
@@ -56,6 +79,18 @@ class StoredTensor:
             values = torch.empty(self.shape, dtype=torch.float32)
             self.copy_to(values, ())
             store_packed(values, place)
+
+    def _load_quantized(self, place: QuantizedMatrix) -> None:
+        device = place.values.device
+        if self.matrix is not None:
+            place.copy_(self.matrix.read(device))
+            return
+        assert self.read is not None, "only tensors of safetensors are quantized while they are loaded"
+        values = self.read()
+        step = max(1, _QUANTIZED_ELEMENTS // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            part = values[first : first + step].to(device)
+            place.rows(first, len(part)).copy_(quantize(part, place.form))
 
 
 def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Progress, num_threads: int = 1) -> None:
@@ -79,22 +114,22 @@ def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Pro
             threads.shutdown(cancel_futures=True)
 
 
-def match_tensors(model: nn.Module, stored: Iterable[StoredTensor]) -> tuple[dict[str, Tensor], list[StoredTensor]]:
+def match_tensors(model: nn.Module, stored: Iterable[StoredTensor]) -> tuple[dict[str, Place], list[StoredTensor]]:
     """The places of ``model``, and the tensors of ``stored`` that go there. Raises as ``load_weights`` does."""
     tensors = list(stored)
     places = weight_places(model, {tensor.name for tensor in tensors})
-    tensors = [tensor for tensor in tensors if not _is_redundant(tensor.name, places)]
+    tensors = [tensor for tensor in tensors if tensor.name in places or not _is_redundant(tensor)]
     _check_complete(places, tensors)
     return places, tensors
 
 
-def weight_places(model: nn.Module, stored: Collection[str] = ()) -> dict[str, Tensor]:
-    """Where each tensor of a checkpoint goes: its name -> a view of a parameter. What the model holds merged may be
+def weight_places(model: nn.Module, stored: Collection[str] = ()) -> dict[str, Place]:
+    """Where each tensor of a checkpoint goes: its name -> a view of what the model holds. What is merged there may be
     stored in several ways: of these, the one of which a name is in ``stored``."""
-    places: dict[str, Tensor] = {}
+    places: dict[str, Place] = {}
     for path, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
-            ways = _ways_to_store(path, module, kind, parameter)
+        for kind, storage in _storages(module):
+            ways = _ways_to_store(path, module, kind, storage)
             places |= next((way for way in ways if not way.keys().isdisjoint(stored)), ways[0])
     return places
 
@@ -119,22 +154,35 @@ def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec) -> Iterator[Stor
             shape = tuple(header.get_shape())
             num_bytes = torch.Size(shape).numel() * _DTYPE_BYTES.get(header.get_dtype(), 1)
             added = 1.0 if spec.unit_offset_norms and name.endswith("norm.weight") else 0.0
-            yield StoredTensor(name, shape, num_bytes, partial(_copy_safetensor, file, stored_name, added))
+            copy_to, read = partial(_copy_safetensor, file, stored_name, added), partial(file.get_tensor, stored_name)
+            yield StoredTensor(name, shape, num_bytes, copy_to, read=read)
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
     """Normal values of deviation 0.02 (larger ones overflow the logits), norms one; drawn on the model's device."""
     generators: dict[torch.device, torch.Generator] = {}
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.device not in generators:
-                generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
-            generator = generators[parameter.device]
-            if is_packed(parameter):
-                values = torch.empty(len(parameter), columns(module))
-                store_packed(draw_random(values, module, generator), parameter)
-            else:
-                draw_random(parameter, module, generator)
+        for _, storage in _storages(module):
+            device = storage.values.device if isinstance(storage, QuantizedMatrix) else storage.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(seed)
+            _fill_randomly(module, storage, generators[device])
+
+
+def _fill_randomly(module: nn.Module, storage: Place, generator: torch.Generator) -> None:
+    def draw(rows: int, cols: int) -> Tensor:
+        return draw_random(torch.empty(rows, cols, device=generator.device), module, generator)
+
+    if isinstance(storage, QuantizedMatrix):
+        rows, cols = storage.shape
+        step = max(1, _QUANTIZED_ELEMENTS // cols)
+        for first in range(0, rows, step):
+            part = draw(min(step, rows - first), cols)
+            storage.rows(first, len(part)).copy_(quantize(part, storage.form))
+    elif is_packed(storage):
+        store_packed(draw(len(storage), columns(module)), storage)
+    else:
+        draw_random(storage, module, generator)
 
 
 def draw_random(values: Tensor, module: nn.Module, generator: torch.Generator) -> Tensor:
@@ -144,19 +192,32 @@ def draw_random(values: Tensor, module: nn.Module, generator: torch.Generator) -
     return values.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
-def _ways_to_store(path: str, module: nn.Module, kind: str, parameter: Tensor) -> list[dict[str, Tensor]]:
-    """Complete sets of names for one parameter, each with its part."""
-    whole = {f"{path}.{kind}": parameter}
+def _storages(module: nn.Module) -> Iterator[tuple[str, Place]]:
+    """What holds a module's own weights, by kind."""
+    if isinstance(module, QuantizedLinear):
+        yield "weight", module.matrix
+    yield from module.named_parameters(recurse=False)
+
+
+def _ways_to_store(path: str, module: nn.Module, kind: str, storage: Place) -> list[dict[str, Place]]:
+    """Complete sets of names for one storage, each with its part."""
+    whole: dict[str, Place] = {f"{path}.{kind}": storage}
     match module:
-        case MergedLinear():
-            parent, sizes = path.rpartition(".")[0], list(module.parts.values())
-            parts = zip(module.parts, torch.split(parameter, sizes), strict=True)
-            return [{f"{parent}.{part}.{kind}": rows for part, rows in parts}, whole]
+        case MergedLinear() | QuantizedLinear() if module.parts:
+            parent, first, parts = path.rpartition(".")[0], 0, dict[str, Place]()
+            for part, count in module.parts.items():
+                rows = storage.narrow(0, first, count) if isinstance(storage, Tensor) else storage.rows(first, count)
+                parts[f"{parent}.{part}.{kind}"] = rows
+                first += count
+            return [parts, whole]
         case Experts():
+            assert isinstance(storage, Tensor)
             names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-            stacks = dict(zip(names, parameter.chunk(len(names), dim=1), strict=True))
-            stacked = {f"{path}.{name}.weight": stack for name, stack in stacks.items()}
-            single = {f"{path}.{i}.{name}.weight": one for name, stack in stacks.items() for i, one in enumerate(stack)}
+            stacks = dict(zip(names, storage.chunk(len(names), dim=1), strict=True))
+            stacked: dict[str, Place] = {f"{path}.{name}.weight": stack for name, stack in stacks.items()}
+            single: dict[str, Place] = {
+                f"{path}.{i}.{name}.weight": one for name, stack in stacks.items() for i, one in enumerate(stack)
+            }
             return [single, stacked, whole]
     return [whole]
 
@@ -168,14 +229,15 @@ def _copy_safetensor(file: Any, name: str, added: float, place: Tensor, index: I
         place.add_(added)
 
 
-def _is_redundant(name: str, places: dict[str, Tensor]) -> bool:
-    """Derived buffers, and the output head of a model that uses its embedding for it."""
-    if name in places:
-        return False
-    return name == "lm_head.weight" or name.endswith(_DERIVED_SUFFIXES)
+def _is_redundant(tensor: StoredTensor) -> bool:
+    """Of a tensor without a place: derived buffers, the output head of a model that uses its embedding for it, and
+    biases of zeros, which some quantizers add."""
+    if tensor.name == "lm_head.weight" or tensor.name.endswith(_DERIVED_SUFFIXES):
+        return True
+    return tensor.name.endswith(".bias") and tensor.read is not None and not tensor.read().any()
 
 
-def _check_complete(places: dict[str, Tensor], tensors: list[StoredTensor]) -> None:
+def _check_complete(places: dict[str, Place], tensors: list[StoredTensor]) -> None:
     found = {tensor.name: tensor.shape for tensor in tensors}
     wrong = [
         f"{name} is {list(found[name])}, not {list(place.shape)}{' packed' * is_packed(place)}"

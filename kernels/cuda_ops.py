@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.kernels import triton_linear, triton_ops
+from radixserve.kernels.quantized import QuantizedMatrix
 from radixserve.kernels.torch_ops import grouped_experts
 
 _MAX_TOKENS_IN_PARTS = 256
@@ -89,6 +90,9 @@ class CudaOps:
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(y, weight, bias)
+
+    def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+        return self.linear(y, matrix.dequantized(y.dtype), bias)
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

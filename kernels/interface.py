@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixserve.kernels.quantized import QuantizedMatrix
 from radixserve.kernels.shared_prefix import SharedPrefixRule, SharedTiles
 
 
@@ -143,6 +144,10 @@ class Ops(Protocol):
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y [T, in] @ weight[out, in].T (+ bias) [T, out]."""
+        ...
+
+    def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+        """As ``linear``, of a matrix of 8 or 4 bits a weight."""
         ...
 
     def add_linear(

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from radixserve.kernels.quantized import QuantizedMatrix
+
 # More tokens than ever lie within one bf16 rounding step of the largest logit.
 _REFINED_LOGITS = 16
 
@@ -78,6 +80,9 @@ class TorchOps:
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(y, weight, bias)
+
+    def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+        return self.linear(y, matrix.dequantized(y.dtype), bias)
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.layers.parameter import empty_parameter
 from radixserve.kernels.interface import Ops
+from radixserve.kernels.quantized import Form, QuantizedMatrix
+
+_TENSORS = ("values", "scales", "zeros", "order")  # of a QuantizedMatrix
 
 
 class Linear(nn.Module):
@@ -38,6 +43,42 @@ class MergedLinear(Linear):
     def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool = False, dtype: torch.dtype):
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype)
         self.parts = parts
+
+
+class QuantizedLinear(nn.Module):
+    """What stands in for a ``Linear`` whose weights are 8 or 4 bits wide. ``parts``: as of ``MergedLinear``, where it
+    stands for one; else empty."""
+
+    def __init__(self, linear: Linear, form: Form):
+        super().__init__()
+        self.parts: Mapping[str, int] = linear.parts if isinstance(linear, MergedLinear) else {}
+        self.bias = linear.bias
+        with linear.weight.device:
+            matrix = QuantizedMatrix.empty(form, *linear.weight.shape)
+        self._form = form
+        for name in _TENSORS:
+            self.register_buffer(name, getattr(matrix, name))
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """[out, in]: the weights as they are."""
+        return QuantizedMatrix(self._form, *(getattr(self, name) for name in _TENSORS))
+
+    def after_norm(
+        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As of ``Linear``."""
+        normed, stream = norm.with_stream(stream, pending, ops)
+        product = ops.quantized_linear(normed, self.matrix, self.bias)
+        return stream, ops.silu_mul(product) if gated else product
+
+    def add_to(self, stream: Tensor, x: Tensor, out_norm: RMSNorm | None, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """As of ``Linear``."""
+        product = ops.quantized_linear(x, self.matrix, self.bias)
+        return stream, product if out_norm is None else out_norm(product, None, ops)
+
+
+Projection = Linear | QuantizedLinear
 
 
 class Embedding(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.context import ForwardContext
-from radixserve.engine.layers.linear import Linear, MergedLinear
+from radixserve.engine.layers.linear import Linear, MergedLinear, Projection
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
 
@@ -21,8 +21,8 @@ class SelfAttention(nn.Module):
         self.index = index
         self.eps = spec.rms_eps
         self.window = spec.layers[index].window
-        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype)
-        self.o_proj = Linear(q_size, spec.hidden_size, bias=spec.o_bias, dtype=dtype)
+        self.qkv_proj: Projection = MergedLinear(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype)
+        self.o_proj: Projection = Linear(q_size, spec.hidden_size, bias=spec.o_bias, dtype=dtype)
         self.q_norm = RMSNorm.of_model(spec, spec.head_dim, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm.of_model(spec, spec.head_dim, dtype) if spec.qk_norm else None
 
@@ -59,8 +59,9 @@ class GatedMLP(nn.Module):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype):
         super().__init__()
         size = spec.intermediate_size
-        self.gate_up_proj = MergedLinear(spec.hidden_size, {"gate_proj": size, "up_proj": size}, dtype=dtype)
-        self.down_proj = Linear(size, spec.hidden_size, dtype=dtype)
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj: Projection = MergedLinear(spec.hidden_size, parts, dtype=dtype)
+        self.down_proj: Projection = Linear(size, spec.hidden_size, dtype=dtype)
         self.is_silu = spec.activation == "silu"
 
     def forward(

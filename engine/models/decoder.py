@@ -68,15 +68,21 @@ class DecoderTrunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Built on the device of the enclosing ``torch.device`` context, without values."""
+    """The whole model. Built on the device of the enclosing ``torch.device`` context, without values; needs its tables
+    before it runs."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, max_positions: int):
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype):
         super().__init__()
         self.model = DecoderTrunk(spec, dtype)
         self.lm_head = None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, dtype=dtype)
-        tables = {rope: rope_table(rope, max_positions) for rope in {layer.rope for layer in spec.layers}}
-        self.tables = [tables[layer.rope] for layer in spec.layers]
+        self.ropes = [layer.rope for layer in spec.layers]
+        self.tables: list[Tensor] = []
         self.softcap = spec.final_softcap
+
+    def fill_tables(self, max_positions: int) -> None:
+        """Make the tables of cosines and sines, on the device of the enclosing context."""
+        tables = {rope: rope_table(rope, max_positions) for rope in set(self.ropes)}
+        self.tables = [tables[rope] for rope in self.ropes]
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids int [T] -> final hidden states [T, H]."""

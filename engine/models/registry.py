@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.model_spec import ModelSpec
@@ -25,7 +26,20 @@ class CausalLM(Protocol):
         ...
 
 
-def create_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_positions: int) -> Decoder:
-    """A model without weights on ``device``, for sequences of up to ``max_positions`` tokens."""
+def create_model(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+    quantize: Callable[[nn.Module], None] | None = None,
+) -> Decoder:
+    """A model without weights on ``device``, for sequences of up to ``max_positions`` tokens. ``quantize`` may give its
+    matrices narrower storage; memory is taken only then."""
+    with torch.device("meta"):
+        model = Decoder(spec, dtype)
+    if quantize is not None:
+        quantize(model)
+    model.to_empty(device=device)
     with device:
-        return Decoder(spec, dtype, max_positions)
+        model.fill_tables(max_positions)
+    return model

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
@@ -89,19 +90,26 @@ def _inspect(files: ModelFiles) -> Iterator[str]:
     yield f"model         {files.name}"
     yield f"architecture  {spec.family}, {spec.num_layers} layers, {heads}"
     yield f"parameters    {_num_parameters(files) / 1e6:,.1f} million"
-    yield f"weights       {_size(_weight_bytes(files))} on disk, made for {spec.dtype}"
+    yield f"weights       {_size(_weight_bytes(files))} on disk{_format(spec, files)}, made for {spec.dtype}"
     yield f"context       {spec.max_position} tokens, vocabulary {spec.vocab_size}"
     for dtype in ("bfloat16", "float32"):
         yield f"KV cache      {_kv_bytes_per_token(spec, dtype):,} bytes a token in {dtype}"
     yield from _fits(spec, files, find_gpus())
 
 
+def _format(spec: ModelSpec, files: ModelFiles) -> str:
+    if files.gguf:
+        return ", GGUF"
+    return f", {spec.quantization.description}" if spec.quantization else ""
+
+
 def _fits(spec: ModelSpec, files: ModelFiles, gpus: Sequence[Gpu]) -> Iterator[str]:
-    """Tokens of KV cache in bfloat16 that the free memory has room for beside the weights: on a GPU these are in
-    bfloat16, on a CPU about as large as on disk."""
-    half = _num_parameters(files) * _BYTES["bfloat16"]
-    places = [(f"GPU {gpu.index}, {gpu.name}", gpu.free_bytes, half) for gpu in gpus]
-    for place, free_bytes, weight_bytes in [*places, ("CPU", available_memory(), _weight_bytes(files))]:
+    """Tokens of KV cache in bfloat16 that the free memory has room for beside the weights: these are about as large as
+    on disk on a CPU, and on a GPU if they are quantized safetensors; else they are in bfloat16 there."""
+    stored_bytes = _weight_bytes(files)
+    on_gpu = stored_bytes if spec.quantization else _num_parameters(files) * _BYTES["bfloat16"]
+    places = [(f"GPU {gpu.index}, {gpu.name}", gpu.free_bytes, on_gpu) for gpu in gpus]
+    for place, free_bytes, weight_bytes in [*places, ("CPU", available_memory(), stored_bytes)]:
         tokens = max(0, (free_bytes - weight_bytes) // _kv_bytes_per_token(spec, "bfloat16"))
         verdict = (
             f"{tokens:,} tokens of KV cache: {tokens / spec.max_position:,.1f} requests of full length"
@@ -120,13 +128,23 @@ def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
 def _num_parameters(files: ModelFiles) -> int:
     if files.gguf is not None:
         return sum(math.prod(tensor.shape) for tensor in read_gguf(files.gguf).tensors.values())
-    return sum(math.prod(shape) for path in files.weights for shape in _safetensors_shapes(path))
+    headers = [entry for path in files.weights for entry in _safetensors_header(path).items()]
+    return sum(_parameters_in(name, entry["shape"]) for name, entry in headers)
 
 
-def _safetensors_shapes(path: Path) -> list[list[int]]:
+def _parameters_in(name: str, shape: list[int]) -> int:
+    """Of a tensor of safetensors. Of a quantized matrix only the weights count, eight in each integer of 4-bit ones."""
+    part = name.rpartition(".")[2]
+    if part in ("scales", "qzeros", "g_idx", "input_scale") or part.startswith("weight_"):
+        return 8 * math.prod(shape) if part == "weight_packed" else 0
+    return math.prod(shape) * (8 if part == "qweight" else 1)
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    """By name of the tensor."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _weight_bytes(files: ModelFiles) -> int:

@@ -37,6 +37,19 @@ def test_a_folder_is_inspected_without_loading_it(model: Path, capsys: pytest.Ca
     assert f"KV cache      {2 * CONFIG_KV_BYTES} bytes a token in float32\n" in printed
 
 
+def test_a_quantized_checkpoint_tells_its_format(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (model / "config.json").write_text(
+        json.dumps({**json.loads((model / "config.json").read_text()), "quantization_config": quantization})
+    )
+    parts = {"qweight": np.zeros((1000, 125), np.int32), "scales": np.zeros((8, 1000), np.float16)}
+    save_file({f"a.{part}": array for part, array in parts.items()}, model / "model.safetensors")
+    assert main(["models", str(model)]) == 0
+    printed = capsys.readouterr().out
+    assert "parameters    1.0 million\n" in printed
+    assert "on disk, int4 (AWQ, groups of 128), made for" in printed
+
+
 def test_what_fits_is_told_for_each_device(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,6 @@ def test_old_and_new_spelling_of_rope_give_the_same(scaling, expected):
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size must be an integer"),
         ({"vocab_size": 0}, "vocab_size"),

@@ -17,6 +17,7 @@ from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.tests.engine import tiny_models
+from radixserve.tests.engine.quantized_checkpoints import gptq_in_another_order, save_quantized
 from radixserve.tests.engine.test_models import Paged, check
 from radixserve.tests.engine.tiny_ggufs import write_gguf
 
@@ -106,6 +107,13 @@ def test_a_gguf_file_is_cut_as_well(variant: str, tmp_path: Path) -> None:
     oracle = tiny_models.make(variant, rms_norm_eps=2.0**-18)
     answers = on_all_ranks(write_gguf(oracle, tmp_path / "m.gguf"), 4, steps)
     for ours, expected in zip(answers, expected_steps(oracle), strict=True):
+        check(ours, expected)
+
+
+def test_ranks_hold_their_parts_of_a_quantized_checkpoint_dequantized(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    oracle = save_quantized("llama", tmp_path, gptq_in_another_order, config)
+    for ours, expected in zip(on_all_ranks(tmp_path, 2, steps), expected_steps(oracle), strict=True):
         check(ours, expected)
 
 

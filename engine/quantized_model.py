@@ -1,0 +1,70 @@
+"""Which matrices of a model are 8 or 4 bits wide, where the native CPU kernels do not pack them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from radixserve.configs.schema import ServeConfig
+from radixserve.engine.errors import ConfigError
+from radixserve.engine.layers.linear import Linear, MergedLinear, QuantizedLinear
+from radixserve.engine.model_files import ModelFiles
+from radixserve.engine.model_spec import ModelSpec
+from radixserve.engine.quantization import StoredQuantization
+from radixserve.engine.weights import StoredMatrix
+from radixserve.kernels.quantized import GROUPS, Form
+
+# Few weights that decide much: which experts a token gets, and which token comes next.
+_KEPT = ("lm_head", "mlp.gate")
+
+
+def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, packing: str | None) -> None:
+    """Raises ``ConfigError`` where ``--quantization`` is not for the model, or for the kernels."""
+    option = config.quantization
+    if option == "auto" or (spec.quantization is not None and spec.quantization.layout == option):
+        return
+    problem = None
+    if packing is not None:
+        problem = "does not go with the native CPU kernels; use --cpu-weights int8 or int4"
+    elif config.tensor_parallel_size > 1:
+        problem = "does not go with --tensor-parallel-size above 1"
+    elif files.gguf:
+        problem = "is for safetensors; GGUF files are quantized as they are"
+    elif spec.quantization is not None:
+        problem = f"is for checkpoints that are not quantized, and this one is in {spec.quantization.description}"
+    elif spec.has_experts:
+        problem = "does not cover mixtures of experts"
+    if problem is not None:
+        raise ConfigError(f"quantization {option} {problem}, or leave --quantization away")
+
+
+def form_of(quantization: StoredQuantization) -> Form:
+    """Of the matrices of a checkpoint, without a look at them."""
+    columns = quantization.group if quantization.layout != "fp8" else quantization.block and quantization.block[1]
+    group = next((size for size in reversed(GROUPS) if (columns or GROUPS[-1]) % size == 0), GROUPS[0])
+    is_whole = quantization.layout == "fp8" and columns is None
+    return Form(8 if quantization.layout == "fp8" else 4, None if is_whole else group)
+
+
+def quantize_model(model: nn.Module, form: Form) -> None:
+    """Give all matrices of layers room for weights of ``form``, as far as its groups fit."""
+    for path, linear in _projections(model):
+        if linear.in_features % (form.group or 1) == 0:
+            model.set_submodule(path, QuantizedLinear(linear, form))
+
+
+def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredMatrix | None]) -> None:
+    """Give matrices the room that they take in a checkpoint. ``stored``: how, by name of the tensor. Of what is merged
+    all parts must be alike; else they are dequantized when they are loaded."""
+    for path, linear in _projections(model):
+        parent, parts = path.rpartition(".")[0], linear.parts if isinstance(linear, MergedLinear) else {}
+        names = [f"{path}.weight"] if f"{path}.weight" in stored else [f"{parent}.{part}.weight" for part in parts]
+        matrices = [stored.get(name) for name in names]
+        if matrices and matrices[0] is not None and all(map(matrices[0].merges_with, matrices)):
+            model.set_submodule(path, QuantizedLinear(linear, matrices[0].form))
+
+
+def _projections(model: nn.Module) -> list[tuple[str, Linear]]:
+    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    return [(path, module) for path, module in modules if not path.endswith(_KEPT)]

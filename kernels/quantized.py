@@ -1,0 +1,104 @@
+"""Matrices of 8 and of 4 bits a weight: how they lie in memory, and how values come in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+UNIT = 32  # columns of 4 bits that lie together
+GROUPS = (32, 64, 128)  # columns that may share a scale, if not a whole row does
+
+_SMALLEST_SCALE = 1e-12  # of rows that are all zero
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """``bits`` of a weight, 8 (e4m3) or 4, and how many columns of a row share a scale, one of ``GROUPS``; None: all of
+    them, for 8 bits only. ``reordered``: the columns do not lie in their own order."""
+
+    bits: int
+    group: int | None
+    reordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """[N, K] weights of value * scale, for 4 bits (value - zero) * scale. ``values``: e4m3 [N, K], or int8 [N, K / 2]:
+    byte j of the 16 of a unit holds columns j (low bits) and j + 16. ``scales``: fp32 [N, groups]; ``zeros``: int8, of
+    the same shape, for 4 bits only; ``order``: int64 [K], which column lies where, if reordered."""
+
+    form: Form
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+
+    @classmethod
+    def empty(cls, form: Form, rows: int, cols: int) -> QuantizedMatrix:
+        """Room for a matrix, without values, on the device of the enclosing ``torch.device`` context."""
+        groups = 1 if form.group is None else cols // form.group
+        scales = torch.empty(rows, groups, dtype=torch.float32)
+        order = torch.empty(cols, dtype=torch.int64) if form.reordered else None
+        if form.bits == 8:
+            return cls(form, torch.empty(rows, cols, dtype=FP8), scales, order=order)
+        values = torch.empty(rows, cols // 2, dtype=torch.int8)
+        return cls(form, values, scales, torch.empty(rows, groups, dtype=torch.int8), order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        rows, width = self.values.shape
+        return rows, width * 8 // self.form.bits
+
+    def rows(self, first: int, count: int) -> QuantizedMatrix:
+        """A view of some rows."""
+        zeros = None if self.zeros is None else self.zeros.narrow(0, first, count)
+        values, scales = self.values.narrow(0, first, count), self.scales.narrow(0, first, count)
+        return replace(self, values=values, scales=scales, zeros=zeros)
+
+    def copy_(self, other: QuantizedMatrix) -> None:
+        """Take over the contents of a matrix of the same form."""
+        assert self.form == other.form
+        for name in ("values", "scales", "zeros", "order"):
+            place: Tensor | None = getattr(self, name)
+            if place is not None:
+                place.copy_(getattr(other, name))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], the columns in their own order; computed in fp32."""
+        values = self.values.float() if self.zeros is None else unpack_nibbles(self.values).float()
+        grouped = values.view(*self.scales.shape, -1)
+        if self.zeros is not None:
+            grouped = grouped - self.zeros[..., None]
+        matrix = (grouped * self.scales[..., None]).to(dtype).view(self.shape)
+        return matrix if self.order is None else torch.empty_like(matrix).index_copy_(1, self.order, matrix)
+
+
+def quantize(values: Tensor, form: Form) -> QuantizedMatrix:
+    """Round values [N, K] so that the largest of each row or group keeps its size."""
+    rows, cols = values.shape
+    groups = values.float().view(rows, -1, form.group or cols)
+    largest = groups.abs().amax(2).clamp_min(_SMALLEST_SCALE)
+    if form.bits == 8:
+        scales = largest / FP8_MAX
+        rounded = (groups / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)  # a cast alone makes larger ones NaN
+        return QuantizedMatrix(form, rounded.view(rows, cols), scales)
+    scales = largest / 7
+    nibbles = (groups / scales[..., None]).round_().add_(8).to(torch.uint8).view(rows, cols)
+    return QuantizedMatrix(form, pack_nibbles(nibbles), scales, torch.full_like(scales, 8, dtype=torch.int8))
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """uint8 [N, K] of 0..15 -> int8 [N, K / 2]."""
+    low, high = nibbles.reshape(len(nibbles), -1, 2, UNIT // 2).unbind(2)
+    return (low | high << 4).view(len(nibbles), -1).view(torch.int8)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """int8 [N, K / 2] -> uint8 [N, K]."""
+    units = packed.view(torch.uint8).view(len(packed), -1, UNIT // 2)
+    return torch.stack((units & 15, units >> 4), dim=2).view(len(packed), -1)
