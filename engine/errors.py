@@ -5,18 +5,36 @@ class RadixServeError(Exception):
     """Base of all errors that carry a message meant for the user."""
 
 
-class InvalidRequest(RadixServeError):
-    """One request is wrong; the server answers 400 (or ``status``) and nobody else notices.
+class RequestError(RadixServeError):
+    """One request gets no answer, and nobody else notices.
 
-    ``param`` names the field, ``code`` is OpenAI's machine-readable code (``context_length_exceeded``, ...).
+    ``param`` names the field at fault, ``code`` is OpenAI's machine-readable code (``context_length_exceeded``, ...),
+    ``status`` that of HTTP, by default the class's. A client may try again after ``retry_after_s``.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
+    status = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int | None = None,
+        retry_after_s: float | None = None,
+    ):
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
-        self.status = status
+        self.status = self.status if status is None else status
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(RequestError):
+    """The request is wrong."""
+
+    status = 400
 
 
 class ModelError(RadixServeError):

@@ -13,78 +13,44 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixserve.engine.errors import InvalidRequest, RadixServeError
-from radixserve.engine.messages import Rejected
+from radixserve.engine.errors import InvalidRequest, RequestError
 
 
-class RequestFailed(RadixServeError):
+class RequestFailed(RequestError):
     """A request that may be right but gets no answer: the server is not ready, full, or broken; or it was aborted."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 503,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ):
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
+    status = 503
 
-    @classmethod
-    def from_rejected(cls, event: Rejected) -> RequestFailed:
-        return cls(
-            event.message,
-            status=event.status,
-            code=event.code,
-            param=event.param,
-            retry_after_s=event.retry_after_s,
-        )
-
-
-ApiError = InvalidRequest | RequestFailed
 
 MESSAGES_PATH = "/v1/messages"
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES_TYPES = _TYPES | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None, *, path: str = ""
-) -> bytes:
+def error_body(error: RequestError, path: str = "") -> bytes:
     """``path``: of the request, which decides the form."""
     if is_messages_path(path):
-        return msgspec.json.encode(messages_error(status, message))
-    kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+        return msgspec.json.encode(messages_error(error))
+    kind = _TYPES.get(error.status) or ("server_error" if error.status >= 500 else "invalid_request_error")
+    fault = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fault})
 
 
 def is_messages_path(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
-def messages_error(status: int, message: str) -> dict[str, Any]:
+def messages_error(error: RequestError) -> dict[str, Any]:
     """In Anthropic's form."""
-    kind = _MESSAGES_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    kind = _MESSAGES_TYPES.get(error.status) or ("api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that fails after its headers were sent."""
-    return b"data: " + error_body(error.status, error.message, error.param, error.code) + b"\n\n"
-
-
-def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: RequestError, path: str, headers: Mapping[str, str] | None = None) -> Response:
     headers = dict(headers or {})
-    if isinstance(error, RequestFailed) and error.retry_after_s is not None:
+    if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    body = error_body(error.status, error.message, error.param, error.code, path=path)
-    return Response(body, error.status, headers, "application/json")
+    return Response(error_body(error, path), error.status, headers, "application/json")
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:
@@ -106,7 +72,7 @@ def blaming(names: Mapping[str, str]) -> Iterator[None]:
     """Errors in here name fields as the client knows them. ``names``: its name for ours, the longest paths first."""
     try:
         yield
-    except (InvalidRequest, RequestFailed) as error:
+    except RequestError as error:
         param = error.param or ""
         for ours, theirs in names.items():
             if param == ours or param.startswith((ours + ".", ours + "[")):
@@ -117,8 +83,8 @@ def blaming(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-async def on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, InvalidRequest | RequestFailed)
+async def on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
     return error_response(error, request.scope["path"])
 
 
@@ -126,12 +92,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """404, 405 and the like, raised by the router."""
     assert isinstance(error, HTTPException)
     message = "no such route" if error.status_code == 404 else str(error.detail)
-    body = error_body(error.status_code, message, path=request.scope["path"])
-    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
+    return error_response(RequestFailed(message, status=error.status_code), request.scope["path"], error.headers)
 
 
-HANDLERS: dict[Any, Any] = {
-    InvalidRequest: on_api_error,
-    RequestFailed: on_api_error,
-    HTTPException: on_http_error,
-}
+HANDLERS: dict[Any, Any] = {RequestError: on_request_error, HTTPException: on_http_error}

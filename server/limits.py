@@ -8,7 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from radixserve.server.errors import error_body
+from radixserve.server.errors import RequestFailed, error_body
 
 _REASONS = {
     400: b"Bad Request",
@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Close, after telling why, unless an answer is on its way already."""
         if not self.transport.is_closing() and (self.cycle is None or not self.cycle.response_started or self._idle):
-            body = error_body(status, message, code=code)
+            body = error_body(RequestFailed(message, status=status, code=code))
             head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])
             self.transport.write(b"%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (head, len(body), body))
         self.transport.close()

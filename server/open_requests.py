@@ -111,7 +111,14 @@ class OpenRequests:
     def reject(self, message: Rejected) -> None:
         if (call := self._open.pop(message.uid, None)) is not None:
             call.meter.rejected(message.code or "other")
-            call.sink.on_failed(RequestFailed.from_rejected(message))
+            error = RequestFailed(
+                message.message,
+                param=message.param,
+                code=message.code,
+                status=message.status,
+                retry_after_s=message.retry_after_s,
+            )
+            call.sink.on_failed(error)
 
     # ---- what goes wrong ----
 

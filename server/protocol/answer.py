@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from radixserve.server.errors import ApiError, error_event
+from radixserve.server.errors import RequestFailed, error_body
 from radixserve.server.generation import Choice, LogprobToken
 from radixserve.server.output.deltas import Content, Delta, Reasoning
 from radixserve.server.protocol.frames import Frames
@@ -132,8 +132,8 @@ class Answer(Frames):
             return DONE
         return _event(self._envelope(self.chunk_object, []) | {"usage": usage(choices)}) + DONE
 
-    def failure(self, error: ApiError) -> bytes:
-        return error_event(error)
+    def failure(self, error: RequestFailed) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
 
     def _plain_frame(self, index: int, kind: type[Content | Reasoning], text: str) -> bytes:
         template = self._templates.get((index, kind))

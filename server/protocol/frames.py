@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from radixserve.server.errors import ApiError
+from radixserve.server.errors import RequestFailed
 from radixserve.server.generation import Choice
 
 
@@ -39,7 +39,7 @@ class Frames(ABC):
         """What ends a stream in which every choice has ended."""
 
     @abstractmethod
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: RequestFailed) -> bytes:
         """What ends a stream that fails after its headers were sent."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from radixserve.server.errors import ApiError, messages_error
+from radixserve.server.errors import RequestFailed, messages_error
 from radixserve.server.generation import Choice
 from radixserve.server.output.deltas import Content, Reasoning
 from radixserve.server.protocol.blocks import Block, BlockAnswer
@@ -46,8 +46,8 @@ class MessagesAnswer(BlockAnswer):
         delta = named_event({"type": "message_delta", "delta": _ending(choice), "usage": _usage(choice)})
         return delta + named_event({"type": "message_stop"})
 
-    def failure(self, error: ApiError) -> bytes:
-        return named_event(messages_error(error.status, error.message))
+    def failure(self, error: RequestFailed) -> bytes:
+        return named_event(messages_error(error))
 
     def answer(self, choice: Choice) -> dict[str, Any]:
         return self._message(choice) | {"content": list(map(_content, self._blocks))} | _ending(choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from radixserve.server.errors import ApiError
+from radixserve.server.errors import RequestFailed
 from radixserve.server.generation import Choice
 from radixserve.server.output.deltas import CallStart, Content, Reasoning
 from radixserve.server.protocol.blocks import Block, BlockAnswer, Kind
@@ -65,7 +65,7 @@ class ResponsesAnswer(BlockAnswer):
         response = self.answer(choice)
         return self._event(f"response.{response['status']}", response=response)
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: RequestFailed) -> bytes:
         if self._blocks:
             self._blocks[-1].cut = True
         code = {429: "rate_limit_exceeded"}.get(
