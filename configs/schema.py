@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+LogFormat = Literal["text", "json"]
 ToolCallParser = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "phi", "json"]
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss"]
 
@@ -154,6 +155,10 @@ class ServerOptions(OptionGroup):
         description="The page at /; it shows texts of prompts only where they must be the reader's own, or if full",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged")
+    log_format: LogFormat = Field("text", description="json: each message is an object on a line")
+    log_requests: bool = Field(
+        False, description="Log each request at its end, with its id, tokens and times, and each refusal; no texts"
+    )
 
     @property
     def max_body_bytes(self) -> int:

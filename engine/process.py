@@ -5,7 +5,6 @@ Exit status 3: the model or the configuration is wrong, starting again would not
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import logging
@@ -19,7 +18,7 @@ from radixserve.engine.built import BuiltEngine, new_scheduler
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.frontends import Frontends
 from radixserve.engine.loading import answering, explained_lack_of_memory
-from radixserve.engine.logs import log_to_stderr
+from radixserve.engine.logs import announce, log_to_stderr
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
 from radixserve.engine.progress import shown_progress
@@ -33,7 +32,7 @@ _OPENMP_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 # These are enough for the batch sizes of a while.
 _ONEDNN_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
-_STDOUT_FD = 1
+log = logging.getLogger("radixserve.engine")
 
 Build = Callable[[ServeConfig, Callable[[str, float], None]], BuiltEngine]
 
@@ -46,7 +45,7 @@ def main() -> int:
         lifeline.say(f"radixserve: {error}")
         return lifeline.EXIT_HOPELESS
     lifeline.watch()
-    log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level, config.log_format)
     faulthandler.enable()  # where it was, when native code or the watchdog (SIGABRT) ends it
     return serve(config, os.environ[lifeline.IPC_VARIABLE], _build)
 
@@ -59,11 +58,12 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
             built = build(config, progress)
             scheduler = new_scheduler(built, config)
     except (ModelError, ConfigError) as error:
-        lifeline.say(f"radixserve: {error}")
+        log.error("%s", error)
         frontends.tell_all(EngineStatus(os.getpid(), "failed", str(error)))
         frontends.close()
         return lifeline.EXIT_HOPELESS
-    _say_ready(built.description, os.environ.get(lifeline.URL_VARIABLE), has_page=config.page != "off")
+    ready_lines = _ready_lines(built.description, os.environ.get(lifeline.URL_VARIABLE), has_page=config.page != "off")
+    announce(config.log_format, "\n  ".join(ready_lines))
     ready = EngineStatus(
         os.getpid(), "ready", built.description, 1.0, max_model_len=built.max_model_len, vocab_size=built.vocab_size
     )
@@ -84,15 +84,14 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
     return 0
 
 
-def _say_ready(description: str, url: str | None, *, has_page: bool) -> None:
-    """Tell people what was built and how to use it; on standard output, which may be closed or full."""
+def _ready_lines(description: str, url: str | None, *, has_page: bool) -> list[str]:
+    """What people are told when they can begin: what was built, and how to use it."""
     lines = ["radixserve is ready", *description.split("; ")]
     if url is not None:
         lines += [f"page at {url}/"] if has_page else []
         body = '{"messages": [{"role": "user", "content": "Hello"}]}'
         lines.append(f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
-    with contextlib.suppress(OSError):
-        os.write(_STDOUT_FD, "\n  ".join(lines).encode() + b"\n")
+    return lines
 
 
 def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltEngine:
@@ -100,7 +99,7 @@ def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> Built
         os.environ.setdefault(name, value)  # read once, when torch loads these libraries
     from radixserve.engine.build import build_engine  # late: it loads torch, which takes seconds
 
-    with explained_lack_of_memory(config.model), shown_progress(logging.getLogger("radixserve.engine").info) as show:
+    with explained_lack_of_memory(config.model), shown_progress(log.info) as show:
 
         def report(what: str, share: float) -> None:
             progress(what, share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,24 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine.messages import Submit
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.text.text_model import TextModel, load_text_model
 from radixserve.server.auth import read_api_keys
 from radixserve.server.engine_client import EngineClient
 from radixserve.server.errors import HANDLERS, MESSAGES_PATH
 from radixserve.server.frontend import Frontend
-from radixserve.server.metrics import WorkerNumbers
+from radixserve.server.metrics import RequestObserver, WorkerNumbers
 from radixserve.server.middleware import Gate, RequestIds
 from radixserve.server.openapi import describe
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.messages import CountTokensRequest, MessagesRequest
 from radixserve.server.protocol.responses import ResponsesRequest
+from radixserve.server.request_log import RequestLine
 from radixserve.server.routes import generate, messages, metrics, models, operation, page, responses, text
 from radixserve.server.routes.common import IGNORED_HEADER
-from radixserve.server.tracing import TraceParents, tracer_from
+from radixserve.server.tracing import RequestSpan, TraceParents, tracer_from
 from radixserve.server.watchers import Watchers
 
 _BODIES = (
@@ -60,8 +63,11 @@ def build_app(
     Raises ``ConfigError`` when the file of API keys is wrong, or traces are wanted without their packages."""
     worker_numbers = WorkerNumbers(Path(engine_address.removeprefix("ipc://")).parent)
     tracer = tracer_from(os.environ)
+    observers: list[Callable[[Submit], RequestObserver]] = [RequestLine] if config.log_requests else []
+    if tracer is not None:
+        observers.append(partial(RequestSpan, tracer))
     client = EngineClient(
-        engine_address, config.health_timeout, config.watchdog_timeout, worker_numbers.numbers, tracer
+        engine_address, config.health_timeout, config.watchdog_timeout, worker_numbers.numbers, observers
     )
     frontend = Frontend(config, client, worker_numbers, load_text)
 
@@ -90,7 +96,7 @@ def build_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", IGNORED_HEADER],
         )
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, log_refusals=config.log_requests)
     if tracer is not None:
         app.add_middleware(TraceParents)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way

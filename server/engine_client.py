@@ -9,10 +9,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from opentelemetry.trace import Tracer
 
 from radixserve.engine.messages import (
     AbortRequest,
@@ -32,7 +30,7 @@ from radixserve.engine.messages import (
 from radixserve.server.engine_process import EngineProcess
 from radixserve.server.engine_socket import EngineSocket
 from radixserve.server.errors import RequestFailed
-from radixserve.server.metrics import Numbers
+from radixserve.server.metrics import Numbers, RequestObserver
 from radixserve.server.open_requests import OpenRequests, Sink
 
 log = logging.getLogger("radixserve.server")
@@ -70,13 +68,13 @@ class EngineClient:
         health_timeout_s: float,
         watchdog_s: float,
         numbers: Numbers,
-        tracer: Tracer | None = None,
+        observers: Sequence[Callable[[Submit], RequestObserver]] = (),
     ):
         self._health_timeout_s = health_timeout_s
         self._watchdog_s = watchdog_s
         self._uids = itertools.count(1)
         self._line = EngineSocket(address, self._on_message)
-        self._requests = OpenRequests(self._line.send, numbers, tracer)
+        self._requests = OpenRequests(self._line.send, numbers, observers)
         self._flushes: dict[int, asyncio.Future[int]] = {}
         self._status_waiters: list[asyncio.Future[None]] = []
         self._process: EngineProcess | None = None

@@ -12,13 +12,13 @@ import os
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from radixserve.engine.messages import TokenEvent
-from radixserve.server.tracing import RequestSpan
 
 log = logging.getLogger("radixserve.server")
 
@@ -87,9 +87,18 @@ class Numbers(msgspec.Struct):
             self.histograms[name].add(histogram)
 
 
+class RequestObserver(Protocol):
+    """Is told what happens to one request."""
+
+    def first_token(self, event: TokenEvent, ttft_s: float) -> None: ...
+
+    def end(self, outcome: str, reason: str, *, prompt_tokens: int, generated_tokens: int) -> None:
+        """``outcome``: the counter that the request was counted in. ``reason``: its label there."""
+
+
 class RequestMeter:
-    """Watches one request of the engine, from its ``Submit`` to its one end, and counts it in ``numbers``; ``span`` is
-    told what happens to it."""
+    """Watches one request of the engine, from its ``Submit`` to its one end, and counts it in ``numbers``; observers
+    are told what happens to it."""
 
     __slots__ = (
         "_ended",
@@ -99,12 +108,12 @@ class RequestMeter:
         "_num_prompt_tokens",
         "_num_tokens",
         "_numbers",
-        "_span",
+        "_observers",
         "_submitted_at",
     )
 
-    def __init__(self, numbers: Numbers, num_prompt_tokens: int, span: RequestSpan | None = None) -> None:
-        self._span = span
+    def __init__(self, numbers: Numbers, num_prompt_tokens: int, observers: Sequence[RequestObserver] = ()) -> None:
+        self._observers = observers
         self._numbers = numbers
         self._gaps = numbers.histograms["inter_token_latency_seconds"]
         self._num_prompt_tokens = num_prompt_tokens
@@ -138,8 +147,8 @@ class RequestMeter:
         if event.queue_s is not None and event.prefill_s is not None:
             histograms["request_queue_time_seconds"].observe(event.queue_s)
             histograms["request_prefill_time_seconds"].observe(event.prefill_s)
-        if self._span is not None:
-            self._span.first_token(event, now - self._submitted_at)
+        for observer in self._observers:
+            observer.first_token(event, now - self._submitted_at)
 
     def succeeded(self, reason: str) -> None:
         """Its answer is complete. ``reason``: stop or length."""
@@ -165,8 +174,8 @@ class RequestMeter:
         if not self._ended:
             self._ended = True
             self._numbers.count(counter, label)
-            if self._span is not None:
-                self._span.end(counter, label, prompt_tokens=self._num_prompt_tokens, generated_tokens=self._num_tokens)
+            for observer in self._observers:
+                observer.end(counter, label, prompt_tokens=self._num_prompt_tokens, generated_tokens=self._num_tokens)
 
 
 class WorkerNumbers:

@@ -18,6 +18,7 @@ from radixserve.engine.errors import InvalidRequest
 from radixserve.server.auth import EVENTS_PATH, ApiKeys
 from radixserve.server.errors import RequestFailed, error_response
 from radixserve.server.protocol.fields import is_request_id
+from radixserve.server.request_log import log_refusal
 
 log = logging.getLogger("radixserve.server")
 
@@ -25,8 +26,9 @@ log = logging.getLogger("radixserve.server")
 class RequestIds:
     """Names each request: by the client's X-Request-Id if it is a sane one, else by a random id."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, *, log_refusals: bool):
         self._app = app
+        self._log_refusals = log_refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,6 +41,8 @@ class RequestIds:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], header]
+                if self._log_refusals and message["status"] >= 400 and scope["method"] == "POST":
+                    log_refusal(request_id, scope["method"], scope["path"], message["status"])
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -116,7 +120,8 @@ class Gate:
         try:
             await (call.run_while_connected(self._app) if watch else call.run(self._app))
         except Exception:
-            log.exception("request %s failed", call.scope["state"]["request_id"])
+            request_id = call.scope["state"]["request_id"]
+            log.exception("request %s failed", request_id, extra={"facts": {"request_id": request_id}})
             if call.started:
                 raise  # uvicorn cuts the connection, so that the client sees a broken answer as broken
             failure = RequestFailed("internal error", status=500, code="internal_error")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from opentelemetry.trace import Tracer
-
 from radixserve.engine.messages import Abort, FinishReason, Outputs, Rejected, Submit, ToEngine, TokenEvent
 from radixserve.server.errors import RequestFailed
-from radixserve.server.metrics import Numbers, RequestMeter
-from radixserve.server.tracing import RequestSpan
+from radixserve.server.metrics import Numbers, RequestMeter, RequestObserver
 
 log = logging.getLogger("radixserve.server")
 
@@ -38,18 +35,23 @@ class _Open:
 class OpenRequests:
     """Owns the sinks and meters of open requests by uid. Each request leaves once: finished, failed or aborted."""
 
-    def __init__(self, send: Callable[[ToEngine], bool], numbers: Numbers, tracer: Tracer | None):
+    def __init__(
+        self,
+        send: Callable[[ToEngine], bool],
+        numbers: Numbers,
+        observers: Sequence[Callable[[Submit], RequestObserver]],
+    ):
         self._send = send
         self._numbers = numbers
-        self._tracer = tracer
+        self._observers = observers
         self._open: dict[int, _Open] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, request: Submit, sink: Sink) -> None:
-        span = None if self._tracer is None else RequestSpan(self._tracer, request)
-        meter = RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, span)
+        observers = [observe(request) for observe in self._observers]
+        meter = RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, observers)
         self._open[request.uid] = _Open(sink, meter)
 
     # ---- what the client wants ----

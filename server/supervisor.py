@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.host import has_gpu, usable_cores
 from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE, URL_VARIABLE
+from radixserve.engine.logs import announce
 from radixserve.server.children import STOP_SIGNALS, Child, ChildSpec, RestartPolicy, describe_exit
 from radixserve.server.listening import WILDCARDS, listen_side_by_side, url_of
 from radixserve.server.runtime_folder import runtime_folder
@@ -40,7 +41,7 @@ _FAREWELL_S = 3.0
 _CORES_PER_WORKER, _MOST_WORKERS = 4, 4
 # Signals that come as close as this are one: `make` and the terminal may both pass on the same Ctrl-C.
 _SAME_SIGNAL_S = 0.5
-_STDOUT_FD, _STDERR_FD = 1, 2
+_STDERR_FD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
             listening.enter_context(listener)
         url = url_of(listeners[0])
         everywhere = " (on all addresses)" if config.host in WILDCARDS else ""
-        _say(f"radixserve listens on {url}{everywhere} and loads {config.model}; Ctrl-C stops it")
+        announce(
+            config.log_format, f"radixserve listens on {url}{everywhere} and loads {config.model}; Ctrl-C stops it"
+        )
         environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock", URL_VARIABLE: url}
         engine = Child(ChildSpec("engine", commands.engine, environment))
         workers = [
@@ -94,12 +97,6 @@ def _raise_file_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a system that promises more than it gives
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _say(line: str) -> None:
-    """Write to standard output, unbuffered; a full disk or a closed terminal there is no reason to stop."""
-    with contextlib.suppress(OSError):
-        os.write(_STDOUT_FD, line.encode() + b"\n")
 
 
 @contextmanager

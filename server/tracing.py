@@ -64,7 +64,6 @@ class RequestSpan:
         self._span.add_event("first_token", timestamp=now_ns)
 
     def end(self, outcome: str, reason: str, *, prompt_tokens: int, generated_tokens: int) -> None:
-        """``outcome``: the counter that the request was counted in."""
         self._span.set_attribute("gen_ai.usage.prompt_tokens", prompt_tokens)
         self._span.set_attribute("gen_ai.usage.completion_tokens", generated_tokens)
         if outcome == "request_success":

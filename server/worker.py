@@ -49,7 +49,7 @@ def main() -> int:
     except ConfigError as error:
         lifeline.say(f"radixserve: {error}")
         return lifeline.EXIT_HOPELESS
-    log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         app = build_app(config, os.environ[lifeline.IPC_VARIABLE])

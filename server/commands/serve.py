@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     if flags["print_config"]:
         print(to_toml(config), end="")
         return 0
-    log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level, config.log_format)
     return serve(config, Commands(), RestartPolicy())
 
 

@@ -1,5 +1,6 @@
 """Starting, dying and stopping: health is honest, clients get an end, and no process stays behind."""
 
+import json
 import os
 import signal
 import socket
@@ -85,8 +86,9 @@ def test_killed_supervisor_leaves_no_orphan() -> None:
 
 
 def test_missing_model_ends_with_a_remedy_and_not_with_a_restart_loop() -> None:
-    with running_server("--model", "/no/such/folder", wait=False) as server:
-        assert server.process.wait(60) != 0
-        log = server.log()
-        assert "/no/such/folder" in log
-        assert "Traceback" not in log
+    with running_server("--model", "/no/such/folder", "--log-format", "json", wait=False) as server:
+        assert server.process.wait(60) == 1
+        lines = [json.loads(line) for line in server.log().splitlines()]  # what people are told included
+    assert "radixserve listens on" in lines[0]["message"]
+    assert any("/no/such/folder" in line["message"] for line in lines if line["level"] == "error")
+    assert not any("traceback" in line for line in lines)

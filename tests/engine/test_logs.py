@@ -1,11 +1,12 @@
 """One message is one line, whatever somebody gets into it."""
 
 import io
+import json
 import logging
 
 import pytest
 
-from radixserve.engine.logs import PlainFormatter
+from radixserve.engine.logs import JsonFormatter, PlainFormatter, announce
 
 
 def logged(message: str, *arguments: object, error: Exception | None = None) -> str:
@@ -31,3 +32,30 @@ def test_other_writing_is_left_alone() -> None:
 def test_tracebacks_keep_their_lines_but_no_escapes() -> None:
     text = logged("failed", error=ValueError("two\nlines\x1b[2J"))
     assert text == "INFO failed\nValueError: two\nlines\\x1b[2J\n"
+
+
+def test_a_json_message_is_an_object_on_one_line_with_its_facts() -> None:
+    record = logging.LogRecord("x", logging.WARNING, "file", 1, "a\n\u2028%d", (3,), None)
+    record.facts = {"request_id": "r-1", "ttft_s": 0.25}
+    line = JsonFormatter().format(record)
+    assert len(line.splitlines()) == 1
+    found = json.loads(line)
+    assert found["time"].endswith("+00:00")
+    assert (found["level"], found["logger"], found["message"]) == ("warning", "x", "a\n\u20283")
+    assert (found["request_id"], found["ttft_s"]) == ("r-1", 0.25)
+
+
+def test_a_traceback_is_a_member_of_its_json_message() -> None:
+    error = ValueError("two\nlines")
+    record = logging.LogRecord("x", logging.ERROR, "file", 1, "failed", (), (ValueError, error, None))
+    assert json.loads(JsonFormatter().format(record))["traceback"] == "ValueError: two\nlines"
+
+
+def test_what_people_are_told_is_a_line_of_the_log_where_programs_read(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    announce("json", "ready\n  at last")
+    assert capfd.readouterr().out == "" and caplog.messages == ["ready\n  at last"]
+    announce("text", "ready\n  at last")
+    assert capfd.readouterr().out == "ready\n  at last\n" and len(caplog.messages) == 1
