@@ -22,7 +22,7 @@ class PlainFormatter(logging.Formatter):
     """Escapes control characters, so that nobody who gets a text into a message can forge a line or drive a terminal.
     Only tracebacks have lines."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (its name there)
+    def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).translate(_ESCAPES)
 
     def format(self, record: logging.LogRecord) -> str:

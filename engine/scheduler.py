@@ -76,7 +76,7 @@ class Scheduler:
         self._clock = clock
         self._pace = PrefillPace(limits.target_itl_s, clock)
         self._pool_tokens = cache.stats().total_tokens
-        self._seeds = random.Random(seed)  # noqa: S311 (not for secrets)
+        self._seeds = random.Random(seed)
         self._requests: dict[RequestKey, Request] = {}  # accepted and not ended
         self._running = RunningRequests(cache, tells_shared=tells_shared)
         self._planner = StepPlanner(cache, self._running, limits.eos_token_ids)

@@ -49,7 +49,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _Metering(self).visit(source)
         return super()._generate(source, *arguments, **options)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in Jinja)
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_clock(__context)
         text = getattr(__obj, "__self__", None)
         if isinstance(text, str):
@@ -74,12 +74,12 @@ class _Metering(NodeTransformer):
     def __init__(self, environment: Sandbox):
         self._environment = environment
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+    def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         node.iter = self._filter("each of", node.iter, node.lineno)
         return node
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return self._filter("joined", nodes.List(node.nodes, lineno=node.lineno), node.lineno)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from radixserve.configs.sources import OptionError
 from radixserve.engine.errors import ConfigError
 from radixserve.server.commands.serve import parse_flags, read_config
+
+_VOCAB = 10_000  # random ids lie below, where any model has ids
 
 
 def engine_options(arguments: Sequence[str], **defaults: Any) -> dict[str, Any]:
@@ -21,6 +24,18 @@ def engine_options(arguments: Sequence[str], **defaults: Any) -> dict[str, Any]:
     except OptionError as error:
         raise ConfigError(str(error)) from error
     return {**defaults, **config.model_dump(exclude_unset=True)}
+
+
+def engine_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """With the flags that all benchmarks of the engine alone have."""
+    parser = argparse.ArgumentParser(prog=f"radixserve bench {name}", description=description, allow_abbrev=False)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    return parser
+
+
+def random_ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(_VOCAB) for _ in range(count)]
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:

@@ -10,23 +10,20 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.server.bench.arguments import engine_options, positive, write_json
-
-_VOCAB = 10_000  # random ids lie below
+from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, write_json
 
 
 def run(arguments: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
-    rng = random.Random(options.seed)  # noqa: S311 (not for secrets)
+    rng = random.Random(options.seed)
     start = time.perf_counter()
     with radixserve.LLM(**engine_options(rest, max_model_len=4096)) as llm:
 
         def seconds(num_tokens: int) -> float:
-            prompt = [rng.randrange(_VOCAB) for _ in range(options.input_len)]
+            prompt = random_ids(rng, options.input_len)
             began = time.perf_counter()
             llm.generate(prompt, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens))
             return time.perf_counter() - began
@@ -59,11 +56,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="radixserve bench latency", description=__doc__, allow_abbrev=False)
+    parser = engine_parser("latency", __doc__)
     add = parser.add_argument
     add("--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)")
     add("--output-len", type=positive, default=257, metavar="N", help="tokens out, greedy (default: %(default)s)")
     add("--rounds", type=positive, default=5, help="timed requests, after one to warm up (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser

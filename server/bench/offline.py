@@ -10,18 +10,15 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.server.bench.arguments import engine_options, positive, span, write_json
-
-_VOCAB = 10_000  # random ids lie below
+from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, span, write_json
 
 
 def run(arguments: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
-    rng = random.Random(options.seed)  # noqa: S311 (not for secrets)
+    rng = random.Random(options.seed)
     prompt_lens = [rng.randint(*options.input_len) for _ in range(options.requests)]
     output_lens = [rng.randint(*options.output_len) for _ in range(options.requests)]
     rules = [SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
@@ -35,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         seconds = []
         for number in range(options.rounds):
-            prompts = [[rng.randrange(_VOCAB) for _ in range(length)] for length in prompt_lens]
+            prompts = [random_ids(rng, length) for length in prompt_lens]
             start = time.perf_counter()
             done = llm.generate(prompts, rules)
             seconds.append(time.perf_counter() - start)
@@ -55,13 +52,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="radixserve bench offline", description=__doc__, allow_abbrev=False)
+    parser = engine_parser("offline", __doc__)
     add = parser.add_argument
     add("--requests", type=positive, default=256, help="requests, all at once (default: %(default)s)")
     add("--input-len", type=span, default=(100, 1024), metavar="LOW:HIGH", help="prompt tokens (default: 100:1024)")
     add("--output-len", type=span, default=(100, 1024), metavar="LOW:HIGH", help="tokens out (default: 100:1024)")
     add("--temperature", type=float, default=0.6, help="(default: %(default)s)")
     add("--rounds", type=positive, default=2, help="timed rounds, with new prompts each (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser

@@ -14,15 +14,12 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.server.bench.arguments import engine_options, positive, write_json
+from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, write_json
 from radixserve.server.bench.report import percentile
-
-_VOCAB = 10_000  # random ids lie below
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,10 @@ class _Workload:
         return self.prefixes * (self.size - 1) * self.prefix_len
 
     def prompts(self, rng: random.Random) -> list[list[int]]:
-        def ids(count: int) -> list[int]:
-            return [rng.randrange(_VOCAB) for _ in range(count)]
-
         prompts = []
         for _ in range(self.prefixes):
-            prefix = ids(self.prefix_len)
-            prompts += [prefix + ids(self.own_len) for _ in range(self.size)]
+            prefix = random_ids(rng, self.prefix_len)
+            prompts += [prefix + random_ids(rng, self.own_len) for _ in range(self.size)]
         rng.shuffle(prompts)
         return prompts
 
@@ -78,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _measure(engine: dict[str, Any], workload: _Workload) -> dict[str, Any]:
     """Time, cached tokens and TTFT of each round; each has new prompts, so none finds those of another."""
-    rng = random.Random(workload.seed)  # noqa: S311 (not for secrets)
+    rng = random.Random(workload.seed)
     rule = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=workload.output_len)
     rounds: list[dict[str, Any]] = []
     with radixserve.LLM(**engine) as llm:
@@ -109,7 +103,7 @@ def _measure(engine: dict[str, Any], workload: _Workload) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="radixserve bench prefix", description=__doc__, allow_abbrev=False)
+    parser = engine_parser("prefix", __doc__)
     add = parser.add_argument
     add("--prefixes", type=positive, default=64, help="different prefixes (default: %(default)s)")
     add("--requests", type=positive, default=16, help="requests of each prefix (default: %(default)s)")
@@ -118,6 +112,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-len", type=positive, default=64, metavar="N", help="tokens out, greedy (default: %(default)s)")
     add("--rounds", type=positive, default=2, help="timed rounds, with new prompts each (default: %(default)s)")
     add("--naive", action=argparse.BooleanOptionalAction, default=True, help="compare with a cache that keeps nothing")
-    add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser

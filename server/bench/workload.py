@@ -42,7 +42,7 @@ class Workload:
 
     def draw(self, count: int, seed: int) -> list[Conversation]:
         """``count`` conversations; the first ones are the same whatever the count."""
-        rng = random.Random(seed)  # noqa: S311 (not for secrets)
+        rng = random.Random(seed)
         systems = [_words(rng, self.prefix_words) for _ in range(self.prefixes)]
         listed = list(_read(self.prompts)) if self.prompts else []
         return [self._conversation(rng, systems, listed[i % len(listed)] if listed else None) for i in range(count)]
@@ -71,7 +71,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     Gaps follow a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less comes in bursts, more is
     more even (the parameter of vLLM's benchmark of the same name).
     """
-    rng = random.Random(seed)  # noqa: S311 (not for secrets)
+    rng = random.Random(seed)
     times, now = [], 0.0
     for _ in range(count):
         times.append(now)

@@ -206,7 +206,7 @@ class FakeRunner:
             seen = self.memory[self._slots(row_id, 0, row.kv_len)]
             assert (seen == np.array(row.hashes[: row.kv_len])).all(), f"row {row_id} reads the KV of another text"
 
-    def _sample(self, plan: StepPlan, masks: Mapping[int, np.ndarray] = {}) -> StepResult:  # noqa: B006
+    def _sample(self, plan: StepPlan, masks: Mapping[int, np.ndarray] = {}) -> StepResult:
         tokens, failed, logprobs = [], [], []
         for sample, row_id in enumerate(plan.sampled_rows):
             row = self.rows[row_id]

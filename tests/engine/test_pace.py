@@ -36,7 +36,7 @@ class Timed:
         result = FakeRunner.launch(self.harness.runner, plan).result()
 
         class Pending(FakePendingStep):
-            def result(pending) -> object:  # type: ignore[override]  # noqa: N805
+            def result(pending) -> object:  # type: ignore[override]
                 self.now = max(self.now, done_at)
                 return result
 
