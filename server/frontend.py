@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import InvalidRequest, RadixServeError
+from radixserve.engine.messages import EngineStatus
 from radixserve.engine.text.text_model import TextModel
 from radixserve.server.engine_client import FAILED, EngineClient, Health
 from radixserve.server.errors import RequestFailed
@@ -51,7 +52,7 @@ class Frontend:
         self.draining = False
         self._load_text = load_text
         self._text: TextModel | None = None
-        self._sampling_defaults: Mapping[str, float] = {}
+        self.sampling_defaults: Mapping[str, float] = {}  # what the model's authors recommend for absent fields
         self.failed = asyncio.Event()  # the text side cannot be loaded; the log says why
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
 
@@ -70,7 +71,7 @@ class Frontend:
         try:
             text = await self._in_thread(lambda: self._load_text(self.config))
             defaults = asdict(text.sampling_defaults).items()
-            self._sampling_defaults = {name: value for name, value in defaults if value is not None}
+            self.sampling_defaults = {name: value for name, value in defaults if value is not None}
             self._text = text
         except RadixServeError as error:
             log.error("%s", error)
@@ -111,12 +112,13 @@ class Frontend:
             return Health("loading", "the tokenizer is loading")
         return health
 
-    def require_ready(self) -> None:
-        """Raises ``RequestFailed`` unless requests can be served now."""
+    def _ready_status(self) -> EngineStatus:
         health = self.health()
         if not health.ok:
             message = f"the server is {health.status}: {health.reason}"
             raise RequestFailed(message, code=f"engine_{health.status}", retry_after_s=2)
+        assert self.client.status is not None
+        return self.client.status
 
     @property
     def text(self) -> TextModel:
@@ -132,21 +134,13 @@ class Frontend:
 
     @property
     def max_model_len(self) -> int:
-        """In tokens; raises ``RequestFailed`` until the engine has told it."""
-        self.require_ready()
-        assert self.client.status is not None
-        return self.client.status.max_model_len
+        """In tokens; raises ``RequestFailed`` unless requests can be served now."""
+        return self._ready_status().max_model_len
 
     @property
     def vocab_size(self) -> int:
-        self.require_ready()
-        assert self.client.status is not None
-        return self.client.status.vocab_size
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model's authors recommend for fields that a request leaves out."""
-        return self._sampling_defaults
+        """Raises ``RequestFailed`` unless requests can be served now."""
+        return self._ready_status().vocab_size
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the asked for one if it is served, the first without one."""

@@ -33,9 +33,9 @@ class Answer(Frames):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, answer_id: str, model: str, request: GenerationRequest, vocabulary: Vocabulary):
+    def __init__(self, request_id: str, model: str, request: GenerationRequest, vocabulary: Vocabulary):
         options = request.stream_options
-        self._id = answer_id
+        self._id = self.id_prefix + request_id
         self._model = model
         self._created = int(time.time())
         self._request = request

@@ -13,11 +13,12 @@ from radixserve.server.protocol.logprobs import Vocabulary, chat_logprobs
 
 
 class ChatAnswer(Answer):
+    id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, answer_id: str, model: str, request: ChatRequest, vocabulary: Vocabulary):
-        super().__init__(answer_id, model, request, vocabulary)
+    def __init__(self, request_id: str, model: str, request: ChatRequest, vocabulary: Vocabulary):
+        super().__init__(request_id, model, request, vocabulary)
         self._tells_reasoning = request.include_reasoning
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:

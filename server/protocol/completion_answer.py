@@ -12,10 +12,11 @@ from radixserve.server.protocol.logprobs import CompletionLogprobs, Vocabulary
 
 
 class CompletionAnswer(Answer):
+    id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, answer_id: str, model: str, request: CompletionRequest, vocabulary: Vocabulary):
-        super().__init__(answer_id, model, request, vocabulary)
+    def __init__(self, request_id: str, model: str, request: CompletionRequest, vocabulary: Vocabulary):
+        super().__init__(request_id, model, request, vocabulary)
         self._echo = request.echo
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:

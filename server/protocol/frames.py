@@ -16,9 +16,11 @@ class Frames(ABC):
     """Writes the choices of one request as one JSON object, or as the frames of an event stream: for each choice one
     opening, then text as it comes, then one ending; ``tail`` or ``failure`` is the last of all.
 
-    ``keep_alive`` is sent now and then on a stream that is silent.
+    ``id_prefix`` stands before the request's id in that of the answer. ``keep_alive`` is sent now and then on a stream
+    that is silent.
     """
 
+    id_prefix: str
     keep_alive = b": keep-alive\n\n"
 
     @abstractmethod

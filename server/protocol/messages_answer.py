@@ -11,17 +11,16 @@ from radixserve.server.output.deltas import Content, Reasoning
 from radixserve.server.protocol.blocks import Block, BlockAnswer
 from radixserve.server.protocol.frames import named_event
 
-PREFIX = "msg_"
-
 
 class MessagesAnswer(BlockAnswer):
     """Each block is a content block."""
 
+    id_prefix = "msg_"
     keep_alive = named_event({"type": "ping"})
 
     def __init__(self, request_id: str, model: str):
         super().__init__()
-        self._id = PREFIX + request_id
+        self._id = self.id_prefix + request_id
         self._model = model
 
     def open_frame(self, choice: Choice) -> bytes:

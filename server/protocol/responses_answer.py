@@ -13,7 +13,6 @@ from radixserve.server.protocol.frames import named_event
 from radixserve.server.protocol.responses import ResponsesRequest
 from radixserve.server.protocol.tools import ToolChoice
 
-PREFIX = "resp_"
 _ID_PREFIXES: dict[Kind, str] = {Content: "msg_", Reasoning: "rs_", CallStart: "fc_"}
 _DELTAS: dict[Kind, str] = {
     Content: "response.output_text",
@@ -24,6 +23,8 @@ _DELTAS: dict[Kind, str] = {
 
 class ResponsesAnswer(BlockAnswer):
     """Each block is an output item. Events are numbered."""
+
+    id_prefix = "resp_"
 
     def __init__(self, request_id: str, model: str, request: ResponsesRequest):
         super().__init__()
@@ -99,7 +100,7 @@ class ResponsesAnswer(BlockAnswer):
         request, has_ended = self._request, status != "in_progress"
         sampling = choice.sampling if choice else None
         return {
-            "id": PREFIX + self._request_id,
+            "id": self.id_prefix + self._request_id,
             "object": "response",
             "created_at": self._created,
             "completed_at": None,

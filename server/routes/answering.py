@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
@@ -11,7 +10,6 @@ from starlette.responses import Response
 
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.detokenizer import StopStringMatcher
-from radixserve.server.auth import Tenant
 from radixserve.server.frontend import Frontend
 from radixserve.server.generation import Choice, Generation, Prompt
 from radixserve.server.output.plan import OutputPlan, chat_plan
@@ -19,7 +17,7 @@ from radixserve.server.prompts import chat_prompt, prompt_end
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.frames import Frames
 from radixserve.server.protocol.generation import GenerationRequest
-from radixserve.server.routes.common import frontend_of
+from radixserve.server.routes.common import frontend_of, offload
 from radixserve.server.sse import EventStream
 
 # How long a stream's headers wait for the engine's first word: a refusal comes at once and is an HTTP status then, but
@@ -27,46 +25,41 @@ from radixserve.server.sse import EventStream
 FIRST_WORD_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asked, under which id, and which headers the answer gets."""
-
-    request_id: str
-    tenant: Tenant
-    headers: Mapping[str, str]
+# Takes the request's id and the name of the model.
+NewAnswer = Callable[[str, str], Frames]
 
 
 async def respond_to_chat(
-    request: Request, body: ChatRequest, headers: Mapping[str, str], new_answer: Callable[[str, str], Frames]
+    request: Request, body: ChatRequest, headers: Mapping[str, str], new_answer: NewAnswer
 ) -> Response:
-    """``new_answer`` takes the request's id and the name of the model."""
     frontend = frontend_of(request)
-    model = frontend.check_model(body.model)
+    frontend.check_model(body.model)
     max_model_len, text = frontend.max_model_len, frontend.text
     sampling = body.sampling(frontend.sampling_defaults, max_model_len, frontend.vocab_size)
-    num_bytes = len(await request.body())
-    prompt = await frontend.offload(num_bytes, lambda: chat_prompt(text, body, max_model_len))
+    prompt = await offload(request, lambda: chat_prompt(text, body, max_model_len))
     formats = frontend.output_formats
     end = prompt_end(text, prompt) if formats.reasoning is not None else ""
     plan = chat_plan(body, formats, end, text.tokenizer.control_texts)
-    request_id = body.request_id or request.state.request_id
-    caller = Caller(request_id, request.state.tenant, headers)
-    return await respond(frontend, body, [prompt], sampling, new_answer(request_id, model), caller, plan)
+    return await respond(request, body, [prompt], sampling, plan, headers, new_answer)
 
 
 async def respond(
-    frontend: Frontend,
+    request: Request,
     body: GenerationRequest,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
-    answer: Frames,
-    caller: Caller,
     plan: OutputPlan,
+    headers: Mapping[str, str],
+    new_answer: NewAnswer,
 ) -> Response:
+    """``headers``: of the answer."""
+    frontend = frontend_of(request)
+    request_id = body.request_id or request.state.request_id
+    answer = new_answer(request_id, frontend.check_model(body.model))
     choices = _choices(frontend, body, prompts, sampling, plan)
     generation = Generation(frontend.client, choices, streaming=body.stream)
     try:
-        generation.submit(caller.request_id, caller.tenant, body.priority, body.cache_salt)
+        generation.submit(request_id, request.state.tenant, body.priority, body.cache_salt)
         if body.stream:
             await generation.wait_until_started(FIRST_WORD_S)
         else:
@@ -78,8 +71,8 @@ async def respond(
         generation.close()
         raise
     if body.stream:
-        return EventStream(generation, answer, frontend.config.stream_interval, caller.headers)
-    return Response(answer.whole(choices), headers=caller.headers, media_type="application/json")
+        return EventStream(generation, answer, frontend.config.stream_interval, headers)
+    return Response(answer.whole(choices), headers=headers, media_type="application/json")
 
 
 def _choices(

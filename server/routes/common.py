@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from radixserve.server.frontend import Frontend
+from radixserve.server.frontend import Frontend, Result
 from radixserve.server.protocol.fields import Model, RequestModel, parse_body
 
 IGNORED_HEADER = "x-radixserve-ignored-fields"
@@ -44,8 +45,13 @@ def frontend_of(request: Request) -> Frontend:
 async def parsed(request: Request, model: type[Model]) -> Parsed[Model]:
     """The body; big ones are parsed in a thread. Raises ``InvalidRequest``."""
     data = await request.body()
-    body, unknown = await frontend_of(request).offload(len(data), lambda: parse_body(model, data))
+    body, unknown = await offload(request, lambda: parse_body(model, data))
     return Parsed(body, {IGNORED_HEADER: ",".join(unknown)} if unknown else {})
+
+
+async def offload(request: Request, work: Callable[[], Result]) -> Result:
+    """Do ``work`` on the request's body, in a thread if the body is large."""
+    return await frontend_of(request).offload(len(await request.body()), work)
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

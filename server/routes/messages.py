@@ -11,7 +11,7 @@ from radixserve.server.prompts import chat_ids
 from radixserve.server.protocol.messages import FIELD_NAMES, CountTokensRequest, MessagesRequest
 from radixserve.server.protocol.messages_answer import MessagesAnswer
 from radixserve.server.routes.answering import respond_to_chat
-from radixserve.server.routes.common import DirectRoute, frontend_of, json_response, parsed, takes
+from radixserve.server.routes.common import DirectRoute, frontend_of, json_response, offload, parsed, takes
 
 router = APIRouter(tags=["generation"], route_class=DirectRoute)
 
@@ -19,10 +19,9 @@ router = APIRouter(tags=["generation"], route_class=DirectRoute)
 @router.post(MESSAGES_PATH, openapi_extra=takes(MessagesRequest))
 async def create_message(request: Request) -> Response:
     call = await parsed(request, MessagesRequest)
-    frontend = frontend_of(request)
-    max_model_len, num_bytes = frontend.max_model_len, len(await request.body())
+    max_model_len = frontend_of(request).max_model_len
     with blaming(FIELD_NAMES):
-        chat = await frontend.offload(num_bytes, lambda: call.body.for_chat(max_model_len))
+        chat = await offload(request, lambda: call.body.for_chat(max_model_len))
         return await respond_to_chat(request, chat, call.headers, MessagesAnswer)
 
 
@@ -32,7 +31,7 @@ async def count_tokens(request: Request) -> Response:
     call = await parsed(request, CountTokensRequest)
     frontend = frontend_of(request)
     frontend.check_model(call.body.model)
-    text, num_bytes = frontend.text, len(await request.body())
+    text = frontend.text
     with blaming(FIELD_NAMES):
-        ids = await frontend.offload(num_bytes, lambda: chat_ids(text, call.body.for_chat()))
+        ids = await offload(request, lambda: chat_ids(text, call.body.for_chat()))
     return json_response({"input_tokens": len(ids)}, headers=call.headers)

@@ -13,15 +13,17 @@ from starlette.responses import Response
 
 from radixserve.configs.schema import SECRET_OPTIONS
 from radixserve.engine.errors import InvalidRequest
-from radixserve.server.protocol import messages_answer, responses_answer
+from radixserve.server.protocol.chat_answer import ChatAnswer
+from radixserve.server.protocol.completion_answer import CompletionAnswer
 from radixserve.server.protocol.fields import RequestModel
+from radixserve.server.protocol.messages_answer import MessagesAnswer
+from radixserve.server.protocol.responses_answer import ResponsesAnswer
 from radixserve.server.routes.common import frontend_of, json_response, parsed, takes
-from radixserve.server.routes.generate import CHAT_PREFIX, COMPLETION_PREFIX
 
 router = APIRouter(tags=["operation"])
 
-# Before the request id, in the ids of answers.
-_ID_PREFIX = re.compile(f"^({CHAT_PREFIX}|{COMPLETION_PREFIX}|{responses_answer.PREFIX}|{messages_answer.PREFIX})")
+_ANSWERS = (ChatAnswer, CompletionAnswer, ResponsesAnswer, MessagesAnswer)
+_ID_PREFIX = re.compile(f"^({'|'.join(answer.id_prefix for answer in _ANSWERS)})")
 
 
 class AbortBody(RequestModel):

@@ -10,7 +10,7 @@ from radixserve.server.errors import blaming
 from radixserve.server.protocol.responses import FIELD_NAMES, ResponsesRequest
 from radixserve.server.protocol.responses_answer import ResponsesAnswer
 from radixserve.server.routes.answering import respond_to_chat
-from radixserve.server.routes.common import DirectRoute, frontend_of, parsed, takes
+from radixserve.server.routes.common import DirectRoute, offload, parsed, takes
 
 router = APIRouter(tags=["generation"], route_class=DirectRoute)
 
@@ -22,7 +22,7 @@ async def create_response(request: Request) -> Response:
     call = await parsed(request, ResponsesRequest)
     body = call.body
     with blaming(FIELD_NAMES):
-        chat = await frontend_of(request).offload(len(await request.body()), body.for_chat)
+        chat = await offload(request, body.for_chat)
         return await respond_to_chat(
             request, chat, call.headers, lambda request_id, model: ResponsesAnswer(request_id, model, body)
         )

@@ -13,7 +13,7 @@ from radixserve.server.frontend import Frontend
 from radixserve.server.prompts import chat_ids, chat_text
 from radixserve.server.protocol.chat import ChatPromptRequest, Messages
 from radixserve.server.protocol.fields import Int64, RequestModel
-from radixserve.server.routes.common import Parsed, frontend_of, json_response, parsed, takes
+from radixserve.server.routes.common import Parsed, frontend_of, json_response, offload, parsed, takes
 
 router = APIRouter(tags=["text"])
 
@@ -63,7 +63,7 @@ async def tokenize(request: Request) -> Response:
             return chat_ids(text, body.as_chat())
         return text.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
-    ids = await frontend.offload(len(await request.body()), encode)
+    ids = await offload(request, encode)
     strings = [text.tokenizer.token(token) for token in ids] if body.return_token_strs else None
     counts = {"count": len(ids), "max_model_len": _context_length(frontend)}
     return json_response({**counts, "tokens": ids, "token_strs": strings}, headers=call.headers)
@@ -82,7 +82,7 @@ async def detokenize(request: Request) -> Response:
                 raise InvalidRequest(f"tokens: {token} is not a token id", param="tokens")
         return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
-    prompt = await frontend.offload(len(await request.body()), decode)
+    prompt = await offload(request, decode)
     return json_response({"prompt": prompt}, headers=call.headers)
 
 
@@ -93,8 +93,7 @@ async def render(request: Request) -> Response:
     call: Parsed[RenderRequest] = await parsed(request, RenderRequest)
     body, text = call.body, frontend.text
     frontend.check_model(body.model)
-    num_bytes = len(await request.body())
-    rendered, ids = await frontend.offload(num_bytes, lambda: (chat_text(text, body), chat_ids(text, body)))
+    rendered, ids = await offload(request, lambda: (chat_text(text, body), chat_ids(text, body)))
     content = {"prompt": rendered, "prompt_token_ids": ids, "count": len(ids)}
     return json_response(content, headers=call.headers)
 
