@@ -4,57 +4,48 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
+from radixserve.engine.design import Design, Kernels, Sizes
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.grammars import XGrammars
 from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts, shared_batch_sizes
-from radixserve.engine.host import available_memory, usable_cores
+from radixserve.engine.host import available_memory
 from radixserve.engine.load_model import load_model
-from radixserve.engine.model_config import load_spec
-from radixserve.engine.model_files import resolve_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
-from radixserve.engine.models.registry import CausalLM, create_model
+from radixserve.engine.models.registry import CausalLM
+from radixserve.engine.parallel import ParallelOps, TorchRanks, abort_collectives, check_no_group, leave_ranks
 from radixserve.engine.profiling import ProfiledRunner
 from radixserve.engine.recorded_model import RecordedModel
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
-from radixserve.engine.sharding import Shard
+from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.sizing import (
-    check_num_pages,
-    choose_dtype,
-    choose_max_num_seqs,
-    choose_model_len,
-    choose_native_kv_dtype,
     choose_num_pages,
     choose_overlap,
-    choose_page_size,
-    choose_step_tokens,
     choose_target_itl,
     cpu_kv_bytes,
     cuda_kv_bytes,
-    wants_native,
 )
-from radixserve.engine.step import Pulse
+from radixserve.engine.step import Runner
+from radixserve.engine.team import OnLoss, Team, TeamRunner
 from radixserve.engine.text.text_model import load_text_model
 from radixserve.engine.warmup import warm_up
-from radixserve.engine.weight_packing import can_pack_model, describe_weights
+from radixserve.engine.weight_packing import describe_weights
 from radixserve.engine.weights import Progress
-from radixserve.kernels.interface import AttentionKernel, AttentionShape, Ops
+from radixserve.kernels.interface import AttentionKernel, AttentionShape
 from radixserve.kernels.native_ops import NativeAttention, NativeOps
 from radixserve.kernels.select import (
     BackendUnavailable,
     select_attention,
     select_decode_inputs,
     select_draw,
-    select_native,
-    select_ops,
 )
 from radixserve.kvcache.manager import CacheManager
 from radixserve.kvcache.mha import MHAKVCache, page_bytes
@@ -71,88 +62,108 @@ def ignore_progress(detail: str, share: float) -> None:
     """A ``Progress`` for callers who do not show any."""
 
 
-def build_engine(config: ServeConfig, progress: Progress = ignore_progress) -> BuiltEngine:
+def build_engine(
+    config: ServeConfig, progress: Progress = ignore_progress, on_loss: OnLoss | None = None
+) -> BuiltEngine:
     """Load the model of ``config`` and everything around it; minutes for a large one, reported to ``progress``.
 
+    With several ranks this is rank 0, which starts the others. ``on_loss``: see ``Team``; by default the next step
+    raises ``EngineLost``.
     Raises ``ModelError`` and ``ConfigError`` with a remedy for what the user can change.
     """
     progress("finding the model", 0.0)
-    device = _resolve_device(config)
-    files = resolve_model(config.model, config.load_format)
-    spec = load_spec(files)
-    kernels = _choose_kernels(config, spec, device, progress)
-    sizes = _resolve_sizes(config, spec, kernels, device)
+    shard = Shard(0, config.tensor_parallel_size)
+    design = Design.of(config, shard, progress)
+    if shard.size == 1:
+        return _build(design, None, progress)
+    check_no_group()
+    progress("starting the other ranks", 0.0)
+    team = Team.start(config, on_loss or (lambda reason, status: abort_collectives()))
+    with team.starting():
+        team.wait_ready()
+        built = _build(design, TorchRanks.meet(shard, design.sizes.device, team.meeting), progress)
+
+    def close() -> None:
+        team.close()
+        leave_ranks()
+
+    return replace(built, runner=TeamRunner(built.runner, team), close=close)
+
+
+def build_follower(config: ServeConfig, shard: Shard, meeting: Path) -> Runner:
+    """What rank ``shard`` executes plans with, once all ranks have come to the folder ``meeting``. All of them go the
+    same way through this module, which leads through the same collectives. Raises as ``build_engine`` does."""
+    design = Design.of(config, shard, ignore_progress)
+    (meeting / str(shard.rank)).touch()
+    return _build(design, TorchRanks.meet(shard, design.sizes.device, meeting), ignore_progress).runner
+
+
+def _build(design: Design, ranks: TorchRanks | None, progress: Progress) -> BuiltEngine:
+    """``ranks``: None for a single one."""
+    config, shard, spec, sizes, kernels = design.config, design.shard, design.spec, design.sizes, design.kernels
     packing = config.cpu_weights if isinstance(kernels.ops, NativeOps) else None
-    model = load_model(config, files, spec, kernels.dtype, device, sizes.max_model_len, packing, progress, Shard())
+    model = load_model(
+        config, design.files, spec, kernels.dtype, sizes.device, sizes.max_model_len, packing, progress, shard
+    )
     progress("sizing the KV cache", 1.0)
-    parts = _Parts(config, spec, sizes, model, kernels)
+    if ranks is not None:
+        kernels = replace(kernels, ops=ParallelOps(kernels.ops, shard, ranks, spec.vocab_size))
+    parts = _Parts(config, shard, spec, sizes, model, kernels)
     num_pages = parts.choose_num_pages()
-    pool_tokens = num_pages * sizes.page_size
-    shorter = f", requests of up to {pool_tokens:,}" if pool_tokens < sizes.max_model_len else ""
+    if ranks is not None:
+        num_pages = ranks.least(num_pages)
     runner = parts.runner(num_pages)
     parts.prepare(runner, progress)
+    return _assemble(design, runner, num_pages, describe_weights(model))
+
+
+def _assemble(design: Design, runner: ModelRunner, num_pages: int, weights: str) -> BuiltEngine:
+    config, spec, sizes, kernels = design.config, design.spec, design.sizes, design.kernels
     page_size, order = sizes.page_size, config.radix_eviction_policy
     prefixes = NaivePrefixCache(page_size) if config.disable_radix_cache else RadixPrefixCache(page_size, order)
-    cache = CacheManager(prefixes, num_pages, sizes.max_num_seqs, sizes.max_pages_per_row)
+    pool_tokens = num_pages * page_size
+    shorter = f", requests of up to {pool_tokens:,}" if pool_tokens < sizes.max_model_len else ""
     return BuiltEngine(
-        runner=ProfiledRunner(runner, Path(config.profile)) if config.profile else runner,
-        cache=cache,
-        grammars=XGrammars(lambda: load_text_model(files, config).tokenizer, spec.vocab_size, spec.eos_token_ids),
+        runner=ProfiledRunner(runner, Path(config.profile)) if config.profile and not design.shard.rank else runner,
+        cache=CacheManager(prefixes, num_pages, sizes.max_num_seqs, sizes.max_pages_per_row),
+        grammars=XGrammars(
+            lambda: load_text_model(design.files, config).tokenizer, spec.vocab_size, spec.eos_token_ids
+        ),
         max_model_len=sizes.max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_num_batched_tokens=sizes.step_tokens,
-        target_itl_s=choose_target_itl(config, device.type),
-        overlap=choose_overlap(config, device.type),
+        target_itl_s=choose_target_itl(config, sizes.device.type),
+        overlap=choose_overlap(config, sizes.device.type),
         reads_shared=runner.reads_shared,
         pulse=kernels.pulse,
         description=(
-            f"{config.model} ({spec.family}) in {describe_weights(model)} on {_name(device)}; "
-            f"kernels: {runner.kernels}{kernels.notice}; KV cache of {pool_tokens:,} tokens "
-            f"({num_pages:,} pages of {sizes.page_size}); context of {sizes.max_model_len:,} tokens{shorter}"
+            f"{config.model} ({spec.family}) in {weights} on {_where(design)}; "
+            f"kernels: attention {runner.attention}, layers {type(kernels.ops).__name__}{kernels.notice}; "
+            f"KV cache of {pool_tokens:,} tokens ({num_pages:,} pages of {page_size}); "
+            f"context of {sizes.max_model_len:,} tokens{shorter}"
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """What "auto" came to."""
-
-    device: torch.device
-    kv_dtype: torch.dtype
-    max_model_len: int
-    page_size: int
-    step_tokens: int
-    max_num_seqs: int
-
-    @property
-    def max_pages_per_row(self) -> int:
-        return -(-self.max_model_len // self.page_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """The operations of layers. ``dtype``: of activations and of weights that are not packed. ``notice``: what people
-    should know about the choice, if anything. ``pulse`` beats while steps run on a CPU."""
-
-    ops: Ops
-    dtype: torch.dtype
-    pulse: Pulse
-    notice: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a runner is made of, but for the number of its KV pages."""
+    """What a runner is made of, but for the number of its KV pages. ``spec``: of the whole model, as for its
+    vocabulary; ``local``: what the rank has of it."""
 
     config: ServeConfig
+    shard: Shard
     spec: ModelSpec
-    sizes: _Sizes
+    sizes: Sizes
     model: Decoder
-    kernels: _Kernels
+    kernels: Kernels
+
+    @property
+    def local(self) -> ModelSpec:
+        return local_spec(self.spec, self.shard.size)
 
     def runner(self, num_pages: int) -> ModelRunner:
-        spec, sizes = self.spec, self.sizes
+        spec, sizes = self.local, self.sizes
         shape = AttentionShape(
             spec.num_heads,
             spec.num_kv_heads,
@@ -181,7 +192,7 @@ class _Parts:
             kv,
             attention,
             self.kernels.ops,
-            Sampler(sizes.max_num_seqs, spec.vocab_size, sizes.device, select_draw(sizes.device)),
+            Sampler(sizes.max_num_seqs, self.spec.vocab_size, sizes.device, select_draw(sizes.device)),
             max_rows=sizes.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
             pulse=self.kernels.pulse,
@@ -203,11 +214,11 @@ class _Parts:
         return RecordedModel(self.model, ops, native, max(self.sizes.step_tokens, self.sizes.max_num_seqs)), native
 
     def choose_num_pages(self) -> int:
-        spec, sizes, config = self.spec, self.sizes, self.config
+        spec, sizes, config = self.local, self.sizes, self.config
         if config.num_pages is not None:
             return config.num_pages
         if sizes.device.type == "cpu":
-            free_bytes = cpu_kv_bytes(available_memory())
+            free_bytes = cpu_kv_bytes(available_memory() // self.shard.size)
         else:
             step_bytes = self._measure_step_bytes()
             free, total = torch.cuda.mem_get_info(sizes.device)
@@ -266,53 +277,7 @@ class _Parts:
         return peak + graph_bytes
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _resolve_device(config: ServeConfig) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("device cuda was asked for, but torch finds no CUDA device; use --device cpu")
-    if config.tensor_parallel_size > 1:
-        raise ConfigError("tensor_parallel_size above 1 is not supported; use --tensor-parallel-size 1")
-    if config.device == "cuda" or (config.device == "auto" and has_cuda):
-        return torch.device("cuda")
-    torch.set_num_threads(config.cpu_threads or usable_cores())
-    return torch.device("cpu")
-
-
-def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, progress: Progress) -> _Kernels:
-    notice, pulse = "", Pulse()
-    if wants_native(config, config.dtype, device.type):
-        try:
-            if config.deterministic:
-                raise BackendUnavailable("their results depend on the batch, which --deterministic forbids")
-            if config.attention_backend not in ("auto", "native"):
-                raise BackendUnavailable(f"they do not go with --attention-backend {config.attention_backend}")
-            if not can_pack_model(create_model(spec, torch.float32, torch.device("meta"), 1)):
-                raise BackendUnavailable("the sizes of this model do not fit them")
-            ops = select_native(torch.get_num_threads(), lambda detail: progress(detail, 0.0), pulse)
-            return _Kernels(ops, torch.float32, pulse, f" ({ops.description})")
-        except BackendUnavailable as error:
-            if config.cpu_weights in ("int4", "int8"):
-                raise ConfigError(f"cpu_weights {config.cpu_weights} needs the native kernels: {error}") from error
-            notice = f" (slow: the native kernels cannot be used: {error})"
-    requested = {"fp32": "float32", "bf16": "bfloat16"}.get(config.cpu_weights, config.dtype)
-    has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
-    dtype = choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
-    return _Kernels(select_ops(device, dtype, deterministic=config.deterministic), dtype, pulse, notice)
-
-
-def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: _Kernels, device: torch.device) -> _Sizes:
-    is_native = isinstance(kernels.ops, NativeOps)
-    max_model_len, page_size = choose_model_len(config, spec), choose_page_size(config)
-    check_num_pages(config, page_size, max_model_len)
-    return _Sizes(
-        device=device,
-        kv_dtype=choose_native_kv_dtype(config.dtype) if is_native else kernels.dtype,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        step_tokens=choose_step_tokens(config, device.type),
-        max_num_seqs=choose_max_num_seqs(config, device.type),
-    )
+def _where(design: Design) -> str:
+    device, size = design.sizes.device, design.shard.size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return name if size == 1 else f"{size} x {name}"

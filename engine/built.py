@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from radixserve.configs.schema import ServeConfig
@@ -17,7 +18,8 @@ class BuiltEngine:
 
     ``max_num_batched_tokens`` is the token budget of a step, ``target_itl_s`` its time when it also decodes;
     ``reads_shared``: the runner wants to know which decodes share a prefix; ``description`` is one line for people, its
-    clauses separated by semicolons; ``pulse`` beats while the runner computes.
+    clauses separated by semicolons; ``pulse`` beats while the runner computes; ``close`` ends what runs beside this
+    process.
     """
 
     runner: Runner
@@ -32,6 +34,7 @@ class BuiltEngine:
     description: str
     target_itl_s: float | None = None
     pulse: Pulse = field(default_factory=Pulse)
+    close: Callable[[], None] = lambda: None
 
 
 def new_scheduler(built: BuiltEngine, config: ServeConfig) -> Scheduler:

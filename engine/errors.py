@@ -43,3 +43,7 @@ class ModelError(RadixServeError):
 
 class ConfigError(RadixServeError):
     """A flag, an environment variable or a key of the config file is wrong."""
+
+
+class EngineLost(RadixServeError):
+    """A part of the engine has died, and the rest cannot compute without it: it has to be started anew."""

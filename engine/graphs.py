@@ -66,7 +66,8 @@ def _capture(step: Callable[[], Tensor], pool: Any) -> _Captured:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with no_collection(), torch.cuda.graph(graph, pool=pool):
+    # What other threads do on the device is not part of it: NCCL's asks for its events all the time.
+    with no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = step()
     return _Captured(graph, output)
 

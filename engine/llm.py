@@ -72,6 +72,7 @@ class LLM:
         self._scheduler = new_scheduler(replace(built, target_itl_s=None), config)
         self._grammars = built.grammars
         self._pipeline: StepPipeline | None = StepPipeline(self._scheduler, built.runner, overlap=built.overlap)
+        self._close = built.close
         self._num_requests = 0
         self._open: dict[int, _Running] = {}
         self.max_model_len = built.max_model_len
@@ -140,6 +141,7 @@ class LLM:
     def close(self) -> None:
         """Drop the weights and the KV cache. The object cannot generate any more."""
         self._pipeline = None
+        self._close()
 
     def __enter__(self) -> LLM:
         return self

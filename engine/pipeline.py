@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from radixserve.engine.errors import EngineLost
 from radixserve.engine.scheduler import Scheduler
 from radixserve.engine.step import Int32s, PendingStep, Runner, StepPlan, StepResult
 
@@ -39,7 +40,7 @@ class StepPipeline:
     def advance(self) -> bool:
         """Launch the next step if there is one, and complete the oldest if it is time. False: there is nothing to do.
 
-        An exception of a step ends the requests of that step; it is raised when the device keeps failing.
+        An exception of a step ends the requests of that step; it is raised when the device keeps failing or is lost.
         """
         plan = self._scheduler.schedule()
         if plan is not None:
@@ -74,11 +75,11 @@ class StepPipeline:
     def _complete(self, plan: StepPlan, pending: PendingStep) -> None:
         try:
             result = pending.result()
-        except Exception:
+        except Exception as error:
             self._failed_on_end += 1
             _log.exception("step %d failed", plan.step)
             self._scheduler.fail(plan, "the engine failed while it computed this request; the server's log says why")
-            if self._failed_on_end >= MAX_FAILED_STEPS_ON_END:
+            if self._failed_on_end >= MAX_FAILED_STEPS_ON_END or isinstance(error, EngineLost):
                 raise
             return
         self._failed_on_end = 0

@@ -105,7 +105,13 @@ def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> Built
             progress(what, share)
             show(what, share)
 
-        return build_engine(config, report)
+        return build_engine(config, report, _leave)
+
+
+def _leave(reason: str, status: int) -> None:
+    """Another rank is gone, and this thread may be stuck for want of it: the supervisor starts all anew."""
+    lifeline.say(f"radixserve: {reason}")
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ class ModelRunner:
         self._graph_logits = torch.empty(0, device=self._device)
 
     @property
-    def kernels(self) -> str:
-        """What was chosen, for people."""
-        return f"attention {type(self._attention).__name__}, layers {type(self._ops).__name__}"
+    def attention(self) -> str:
+        """Which kernel was chosen, for people."""
+        return type(self._attention).__name__
 
     @property
     def can_capture(self) -> bool:

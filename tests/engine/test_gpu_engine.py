@@ -122,6 +122,15 @@ def test_greedy_answers_are_those_of_transformers(model: Model, options: dict[st
         model.check([llm.generate(prompt, greedy())[0] for prompt in tiny_models.PROMPTS[::3]])
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}], ids=str)
+def test_two_ranks_give_the_answers_of_transformers(llama: Model, options: dict[str, Any]) -> None:
+    with llama.open(tensor_parallel_size=2, **options) as llm:
+        assert "2 x " in llm.description
+        for _ in range(2):
+            llama.check(llm.generate(tiny_models.PROMPTS, greedy()))
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"page_size": 4, "max_num_batched_tokens": 48}, {"enforce_eager": True, "max_num_batched_tokens": 128}],
