@@ -36,7 +36,7 @@ struct Scratch {
   Buffer<float> scale, total, row;
   Buffer<int32_t> sums;
   Buffer<uint16_t> wide;
-  Buffer<int64_t> ends;
+  Buffer<int64_t> ends, places;
 
   Activations room(size_t tokens, size_t cols, bool tiled) {
     const size_t blocks = cols / kBlock;

@@ -114,35 +114,43 @@ inline Floats capped(Floats scores, float softcap) {
   return softcap * (1.0f - 2.0f / (exp(scores * (2.0f / softcap)) + 1.0f));
 }
 
-// One query of the heads that share a key-value head: sees tokens first_seen .. kv_len - 1. q, out [group][dim]; scores:
-// room for [group][tokens seen, rounded up to 16].
+// One query of the heads that share a key-value head: sees tokens first_seen .. kv_len - 1. q, out [group][dim]; scores
+// and places: room for [group][tokens seen, rounded up to 16] and for as many tokens.
 template <class Cache>
 class Query {
  public:
-  Query(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t kv_len, float* scores)
+  Query(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t kv_len, float* scores, int64_t* places)
       : op_(op), first_seen_(std::max<int64_t>(0, kv_len - op.window)), seen_(kv_len - first_seen_),
-        start_(op, step, sequence, kv_head, first_seen_),
         padded_((seen_ + kLanes - 1) / kLanes * kLanes), group_(op.q_heads / op.kv_heads), dim_(op.head_dim),
-        scores_(scores) {}
+        scores_(scores), places_(places) {
+    Places walk(op, step, sequence, kv_head, first_seen_);
+    for (int64_t t = 0; t < padded_; t++) places[t] = t < seen_ ? walk.next() : places[t - 1];
+  }
 
+  // Pages lie anywhere, so the processor does not see which keys come next.
   void attend(const float* q, float* out) {
-    Places keys = start_, values = start_;
-    for (int64_t first = 0; first < seen_; first += kLanes) score(q, first, keys);
+    for (int64_t first = 0; first < seen_; first += kLanes) {
+      fetch_early(op_.k_cache, first + kLanes);
+      fetch_early(op_.v_cache, first);
+      score(q, first);
+    }
     for (int64_t g = 0; g < group_; g++) softmax(scores_ + g * padded_);
     std::memset(out, 0, group_ * dim_ * sizeof(float));
-    for (int64_t first = 0; first < seen_; first += kLanes) add_values(first, values, out);
+    for (int64_t first = 0; first < seen_; first += kLanes) add_values(first, out);
   }
 
  private:
   typedef typename Cache::Value Value;
 
-  // Where 16 tokens' keys and values lie; those after the last repeat it, with weight 0.
-  void locate(int64_t first, Places& places) {
-    for (int64_t i = 0; i < kLanes; i++) places_[i] = first + i < seen_ ? places.next() : places_[i - 1];
+  void fetch_early(const void* cache, int64_t first) const {
+    if (first >= padded_) return;
+    constexpr int64_t kLine = 64 / sizeof(Value);
+    for (int64_t t = first; t < first + kLanes; t++)
+      for (int64_t i = 0; i < dim_; i += kLine) __builtin_prefetch((const Value*)cache + places_[t] + i);
   }
 
-  void score(const float* q, int64_t first, Places& keys) {
-    locate(first, keys);
+  void score(const float* q, int64_t first) {
+    const int64_t* places = places_ + first;
     for (int64_t g = 0; g < group_; g++) {
       Floats acc[kLanes] = {};
       if (Cache::kIsBf16 && kFastDot2 && dim_ % (2 * kLanes) == 0) {
@@ -150,12 +158,12 @@ class Query {
           Halves part[2];
           for (int half = 0; half < 2; half++) part[half] = to_bf16(load<Floats>(q + g * dim_ + i + half * kLanes));
           for (int t = 0; t < kLanes; t++)
-            acc[t] = dot2(acc[t], load<Ints>((const Value*)op_.k_cache + places_[t] + i), load<Ints>(part));
+            acc[t] = dot2(acc[t], load<Ints>((const Value*)op_.k_cache + places[t] + i), load<Ints>(part));
         }
       } else {
         for (int64_t i = 0; i < dim_; i += kLanes) {
           const Floats part = load<Floats>(q + g * dim_ + i);
-          for (int t = 0; t < kLanes; t++) acc[t] += part * Cache::get((const Value*)op_.k_cache + places_[t] + i);
+          for (int t = 0; t < kLanes; t++) acc[t] += part * Cache::get((const Value*)op_.k_cache + places[t] + i);
         }
       }
       Floats scores = sums_of(acc) * op_.score_scale;
@@ -185,8 +193,7 @@ class Query {
     for (int64_t t = 0; t < padded_; t += kLanes) store(row + t, load<Floats>(row + t) * share);
   }
 
-  void add_values(int64_t first, Places& values, float* out) {
-    locate(first, values);
+  void add_values(int64_t first, float* out) const {
     int64_t g = 0;
     for (; g + 4 <= group_; g += 4) add_heads<4>(g, first, out);
     for (; g + 3 <= group_; g += 3) add_heads<3>(g, first, out);
@@ -199,7 +206,7 @@ class Query {
       Floats acc[kHeads];
       for (int h = 0; h < kHeads; h++) acc[h] = load<Floats>(out + (g + h) * dim_ + i);
       for (int t = 0; t < kLanes; t++) {
-        const Floats value = Cache::get((const Value*)op_.v_cache + places_[t] + i);
+        const Floats value = Cache::get((const Value*)op_.v_cache + places_[first + t] + i);
         for (int h = 0; h < kHeads; h++) acc[h] += value * scores_[(g + h) * padded_ + first + t];
       }
       for (int h = 0; h < kHeads; h++) store(out + (g + h) * dim_ + i, acc[h]);
@@ -208,10 +215,9 @@ class Query {
 
   const Op& op_;
   const int64_t first_seen_, seen_;
-  const Places start_;
   const int64_t padded_, group_, dim_;
-  float* scores_;
-  int64_t places_[kLanes];
+  float* scores_;          // [group][padded]
+  const int64_t* places_;  // [padded] of keys and values; those after the last token repeat it, with weight 0
 };
 
 // Queries of a chunk, block by block of keys (FlashAttention, arXiv 2205.14135). A vector holds one value of 16 rows, a row

@@ -60,20 +60,24 @@ struct Linear {
 #if defined(HAS_TILES)
   // For tokens start .. end - 1, two panels at a time: p and its partner, or, in plain products, p and p + 1 if that exists.
   void by_tiles(int64_t p, const Activations& a, int64_t start, int64_t end, uint8_t* unpacked) const {
-    const bool has_second = gated || p + 1 < out_panels;
-    const int64_t bytes = blocks * kBlockBytes[kBf16];
-    const int64_t indices[2] = {p, gated ? p + out_panels : p + 1};
-    const uint8_t* wide[2];
-    for (int i = 0; i < 2; i++) {
-      wide[i] = i && !has_second ? wide[0] : panel(indices[i]);
-      if (op.weight_kind == kBf16 || (i && !has_second)) continue;
-      unpack(op.weight_kind, wide[i], blocks, unpacked + i * bytes);
-      wide[i] = unpacked + i * bytes;
+    const bool has_second = gated || p + 1 < out_panels, is_wide = op.weight_kind == kBf16;
+    const bool at_once = !is_wide && end - start <= 32;
+    const uint8_t* w[2] = {panel(p), panel(!has_second ? p : gated ? p + out_panels : p + 1)};
+    if (!is_wide && !at_once) {
+      for (int i = 0; i < 2; i++) {
+        uint8_t* to = unpacked + i * blocks * kBlockBytes[kBf16];
+        unpack(op.weight_kind, w[i], blocks, to);
+        w[i] = to;
+      }
     }
     alignas(64) float products[2][32][kLanes];
     for (int64_t first = start; first < end; first += 32) {
       const int64_t count = std::min<int64_t>(32, end - first);
-      multiply_tiles(wide[0], wide[1], blocks, a.wide + first * op.cols, op.cols, count > 16, products[0][0]);
+      const uint16_t* x = a.wide + first * op.cols;
+      if (at_once)
+        multiply_packed(op.weight_kind, w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
+      else
+        multiply_tiles(w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
       for (int64_t t = 0; t < count; t++) {
         const Floats one = load<Floats>(products[0][t]), two = load<Floats>(products[1][t]);
         put(first + t, p, one, two);

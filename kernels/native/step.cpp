@@ -152,7 +152,8 @@ void Walker::attend_cached(const Op& op, Phase& phase) {
     }
     const int64_t at = (first * op.kv_heads + head) * group * op.head_dim;
     float* scores = own_.row.at_least(group * (kv_len + kLanes));
-    Query<Cache>(op, step_, s, head, kv_len, scores).attend(op.in + at, op.out + at);
+    int64_t* places = own_.places.at_least(kv_len + kLanes);
+    Query<Cache>(op, step_, s, head, kv_len, scores, places).attend(op.in + at, op.out + at);
   });
 }
 

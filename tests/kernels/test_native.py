@@ -81,7 +81,7 @@ def test_gguf_k_blocks_lose_next_to_nothing(ops: NativeOps) -> None:
     assert_near(unpacked(ops, weight, 512), expected, 0.01)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 8, 41])
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 20, 41])
 @pytest.mark.parametrize("kind", list(WeightKind))
 def test_products_with_norm_bias_gate_and_residual(ops: NativeOps, kind: WeightKind, num_tokens: int) -> None:
     """Many tokens are rounded to bf16."""
