@@ -65,6 +65,9 @@ class RunnerOptions(OptionGroup):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
     attention_backend: Literal["auto", "torch", "flashinfer", "triton"] = Field("auto", description="Attention kernels")
+    moe_backend: Literal["auto", "torch"] = Field(
+        "auto", description="Mixtures of experts on a GPU; torch: plain, without CUDA graphs"
+    )
     shared_prefix_attention: Literal["auto", "off"] = Field(
         "auto", description="auto: decodes that begin with the same pages read those once a step, when that pays"
     )

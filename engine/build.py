@@ -241,8 +241,9 @@ class _Parts:
             self._capture(runner, 0, lambda share: progress("capturing graphs", share))
 
     def _captures(self, runner: ModelRunner) -> bool:
-        # How many tokens an expert gets must be known on the host, which a graph rules out.
-        return runner.can_capture and not self.config.enforce_eager and not self.spec.has_experts
+        # Torch's products must know on the host how many tokens an expert gets, which a graph rules out.
+        asks_device = self.spec.has_experts and self.config.moe_backend == "torch"
+        return runner.can_capture and not self.config.enforce_eager and not asks_device
 
     def _capture(self, runner: ModelRunner, first: int, report: Callable[[float], None]) -> int:
         """Capture the graphs of all sizes from the ``first`` on, -1 for the largest; returns how many sizes there

@@ -82,8 +82,6 @@ class Design:
         files = resolve_model(config.model, config.load_format)
         spec = load_spec(files)
         local_spec(spec, shard.size)  # refuses what cannot be cut
-        if shard.size > 1 and spec.has_experts:
-            raise ConfigError("tensor_parallel_size above 1 does not go with experts; use --tensor-parallel-size 1")
         kernels = _choose_kernels(config, spec, device, progress)
         return cls(config, shard, files, spec, kernels, _resolve_sizes(config, spec, kernels, device))
 
@@ -127,7 +125,8 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
     requested = {"fp32": "float32", "bf16": "bfloat16"}.get(config.cpu_weights, config.dtype)
     has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     dtype = choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
-    return Kernels(select_ops(device, dtype, deterministic=config.deterministic), dtype, pulse, notice)
+    layer_ops = select_ops(device, dtype, config.moe_backend, deterministic=config.deterministic)
+    return Kernels(layer_ops, dtype, pulse, notice)
 
 
 def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: Kernels, device: torch.device) -> Sizes:

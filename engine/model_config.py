@@ -20,7 +20,13 @@ from radixserve.engine.rope_spec import DynamicScaling, RopeSpec, YarnScaling, r
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What would silently give wrong results if it was ignored.
-_REFUSED_FLAGS = ("mlp_bias", "use_bidirectional_attention", "attention_chunk_size")
+_REFUSED_FLAGS = (
+    "mlp_bias",
+    "use_bidirectional_attention",
+    "attention_chunk_size",
+    "shared_expert_intermediate_size",
+    "n_shared_experts",
+)
 
 
 def load_spec(files: ModelFiles) -> ModelSpec:

@@ -68,8 +68,17 @@ class ParallelOps:
         """Left pending: the stream must be added once, not by each rank."""
         return stream, self.linear(y, weight, bias)
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        answer = self._ops.experts(x, gate_up, down, weights, chosen)
+    def experts(
+        self,
+        x: Tensor,
+        router: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        per_token: int,
+        normalized: bool,
+        slots: Tensor,
+    ) -> Tensor:
+        answer = self._ops.experts(x, router, gate_up, down, per_token, normalized, slots)
         return self._ranks.all_reduce(answer if answer.dim() == 2 else answer.sum(0))
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from radixserve.kernels.cuda_ops import CudaOps
 from radixserve.kernels.interface import AttentionShape, BatchLayout
-from radixserve.kernels.torch_ops import grouped_experts
+from radixserve.kernels.triton_experts import Tiles
 from radixserve.kernels.triton_extend import TritonExtendAttention
 from radixserve.kernels.triton_linear import Tile, tiled_linear
 
 # The best one for 64 rows. Large prompts would like more rows and columns, small batches fewer.
 _ROWS, _COLUMNS, _STAGES, _WARPS = 64, 32, 4, 4
 _DEPTHS = (128, 64)
+_EXPERT_TILES = Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))
 
 
 class InvariantCudaOps(CudaOps):
@@ -59,8 +60,11 @@ class InvariantCudaOps(CudaOps):
             return self._product(y, weight, residual=stream), None
         return stream, self.linear(y, weight, bias)
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return grouped_experts(x, gate_up, down, weights, chosen, self.linear)
+    def _tiles(self, num_tokens: int, per_token: int, num_experts: int) -> Tiles:
+        return _EXPERT_TILES
+
+    def _scores(self, x: Tensor, router: Tensor) -> Tensor:
+        return self.logits(x, router)
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:

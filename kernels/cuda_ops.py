@@ -6,19 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels import triton_linear, triton_ops
+from radixserve.kernels import triton_experts, triton_linear, triton_ops
 from radixserve.kernels.quantized import QuantizedMatrix
-from radixserve.kernels.torch_ops import grouped_experts
+from radixserve.kernels.torch_ops import TorchOps
 
 _MAX_TOKENS_IN_PARTS = 256
 _MAX_COLUMNS_IN_PARTS = 4096
 
 
 class CudaOps:
-    """Stateless; see ``Ops`` for shapes. ``pdl``: programmatic dependent launch (compute capability 9.0 and later)."""
+    """Stateless; see ``Ops`` for shapes. ``pdl``: programmatic dependent launch (compute capability 9.0 and later).
+    ``experts``: whose mixtures of experts are used; None: those of ``triton_experts``."""
 
-    def __init__(self, pdl: bool) -> None:
-        self._pdl = pdl
+    def __init__(self, pdl: bool, experts: TorchOps | None = None) -> None:
+        self._pdl, self._experts = pdl, experts
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         rows = F.embedding(ids, weight)
@@ -53,9 +54,31 @@ class CudaOps:
             qkv, positions, cos_sin, slots, k_cache, v_cache, q_norm, k_norm, eps, pdl=self._pdl
         )
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Waits for the device, so it must not be captured in a graph."""
-        return grouped_experts(x, gate_up, down, weights, chosen)
+    def experts(
+        self,
+        x: Tensor,
+        router: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        per_token: int,
+        normalized: bool,
+        slots: Tensor,
+    ) -> Tensor:
+        if self._experts:
+            return self._experts.experts(x, router, gate_up, down, per_token, normalized, slots)
+        tiles = self._tiles(len(x), per_token, len(router))
+        routing = triton_experts.route(self._scores(x, router), slots, per_token, normalized, tiles, self._pdl)
+        return triton_experts.experts(x, gate_up, down, routing, tiles, self._pdl)
+
+    def _tiles(self, num_tokens: int, per_token: int, num_experts: int) -> triton_experts.Tiles:
+        return triton_experts.choose_tiles(num_tokens, per_token, num_experts)
+
+    def _scores(self, x: Tensor, router: Tensor) -> Tensor:
+        """Of each expert for each token, fp32 [T, E]."""
+        scores = torch.empty(len(x), len(router), dtype=torch.float32, device=x.device)
+        if triton_linear.is_fused(len(x), router):
+            return triton_linear.fused_linear(x, router, out=scores, pdl=self._pdl)
+        return torch.mm(x, router.t(), out_dtype=torch.float32, out=scores)
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:

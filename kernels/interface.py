@@ -157,10 +157,19 @@ class Ops(Protocol):
         ``project`` or ``add_rms_norm``, as [T, H] or in parts [P, T, H]. Return (stream, pending)."""
         ...
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Sum, by ``weights`` [T, k], of what the ``chosen`` [T, k] of E networks answer to x [T, H]: network e is
-        silu of the first half of x @ gate_up[e].T times the second, @ down[e].T; gate_up [E, 2 I, H], down [E, H, I].
-        Returns [T, H]."""
+    def experts(
+        self,
+        x: Tensor,  # [T, H]
+        router: Tensor,  # [E, H]
+        gate_up: Tensor,  # [E, 2 I, H], first the gates
+        down: Tensor,  # [E, H, I]
+        per_token: int,
+        normalized: bool,
+        slots: Tensor,  # int64 [T]: below 0 for padding, whose answer is anything
+    ) -> Tensor:
+        """What a mixture of E networks answers: of softmax(x @ router.T) the ``per_token`` largest choose networks for
+        each token and are their weights, made to sum up to 1 if ``normalized``; network e is silu(gate) * up of
+        x @ gate_up[e].T, @ down[e].T. Returns what is to be added to the stream, [T, H] or in parts [P, T, H]."""
         ...
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

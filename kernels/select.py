@@ -39,15 +39,20 @@ def select_native(
         raise BackendUnavailable(str(error)) from error
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Ops:
+def select_ops(
+    device: torch.device, dtype: torch.dtype, moe_backend: str = "auto", *, deterministic: bool = False
+) -> Ops:
     """Operations of a layer for ``device`` and activations of ``dtype``; ``select_native`` for packed weights.
-    ``deterministic``: results of a token must not depend on its batch."""
+    ``moe_backend``: "torch" has experts multiplied by torch, on a GPU too. ``deterministic``: results of a token must
+    not depend on its batch."""
+    by_torch = InvariantOps() if deterministic else TorchOps()
     if device.type != "cuda" or dtype not in _HALF_TYPES:
-        return InvariantOps() if deterministic else TorchOps()
+        return by_torch
     from radixserve.kernels.cuda_invariant import InvariantCudaOps  # Triton comes with torch for CUDA only
     from radixserve.kernels.cuda_ops import CudaOps
 
-    return (InvariantCudaOps if deterministic else CudaOps)(pdl=_has_pdl(device))
+    experts = by_torch if moe_backend == "torch" else None
+    return (InvariantCudaOps if deterministic else CudaOps)(_has_pdl(device), experts)
 
 
 def select_draw(device: torch.device) -> DrawKernel | None:

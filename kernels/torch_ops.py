@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +13,7 @@ _REFINED_LOGITS = 16
 
 
 class TorchOps:
-    """Stateless; see ``Ops`` for shapes. Never synchronises with the device."""
+    """Stateless; see ``Ops`` for shapes. Only ``experts`` waits for the device."""
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         rows = F.embedding(ids, weight)
@@ -89,8 +87,32 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor | None]:
         return stream, self.linear(y, weight, bias)
 
-    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return grouped_experts(x, gate_up, down, weights, chosen, self.linear)
+    def experts(
+        self,
+        x: Tensor,
+        router: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        per_token: int,
+        normalized: bool,
+        slots: Tensor,
+    ) -> Tensor:
+        """The tokens of one expert are one product; how many each has must be known on the host, so on a device this
+        waits for it."""
+        weights, chosen = self.linear(x, router).softmax(-1, dtype=torch.float32).topk(per_token, dim=-1)
+        if normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype).flatten()
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(down)).tolist()
+        out = torch.zeros_like(x)
+        for expert, pairs in enumerate(order.split(counts)):
+            if not len(pairs):
+                continue
+            tokens = pairs // per_token
+            answer = self.linear(self.silu_mul(self.linear(x[tokens], gate_up[expert])), down[expert])
+            out.index_add_(0, tokens, answer * weights[pairs, None])
+        return out
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """bf16 keeps 8 bits: logits near 16 would be multiples of 1/16, and ties between the best ones common."""
@@ -100,29 +122,6 @@ class TorchOps:
         if hidden.is_cuda:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return _refine_largest(self.linear(hidden, weight).float(), hidden, weight)
-
-
-def grouped_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
-) -> Tensor:
-    """See ``Ops.experts``. The tokens of one expert are one product; how many each has must be known on the host."""
-    per_token = chosen.shape[1]
-    order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=len(down)).tolist()
-    out = torch.zeros_like(x)
-    for expert, pairs in enumerate(order.split(counts)):
-        if not len(pairs):
-            continue
-        tokens = pairs // per_token
-        gate, up = linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
-        answer = linear(F.silu(gate).mul_(up), down[expert])
-        out.index_add_(0, tokens, answer * weights.flatten()[pairs, None])
-    return out
 
 
 def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ def _matmul(
         # 128-byte lines of this block's weights into the L2 cache; they do not depend on the kernel before.
         line = tl.minimum(tl.arange(0, LINES), K // 64 - 1)
         address = (weight_ptr + safe_n[:, None] * K + line[None, :] * 64).to(tl.int64)
-        _prefetch_l2(address)
+        prefetch_l2(address)
         if GATED:
-            _prefetch_l2(address + up_shift * 2)
+            prefetch_l2(address + up_shift * 2)
         gdc_launch_dependents()
         gdc_wait()
     x_ptrs = x_ptr + safe_m[:, None] * K + k[None, :]
@@ -134,7 +134,7 @@ def _matmul(
 
 
 @triton.jit
-def _prefetch_l2(address):
+def prefetch_l2(address):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )

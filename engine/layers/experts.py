@@ -10,7 +10,6 @@ from radixserve.engine.layers.linear import Linear
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.layers.parameter import empty_parameter
 from radixserve.engine.model_spec import ExpertsSpec, ModelSpec
-from radixserve.kernels.interface import Ops
 
 
 class Experts(nn.Module):
@@ -39,14 +38,13 @@ class SparseMLP(nn.Module):
         """Add the networks' answer to the normed stream [T, H] to the stream."""
         assert out_norm is None, "no family has experts between two norms"
         x, stream = norm.with_stream(stream, pending, ctx.ops)
-        weights, chosen = self._route(x, ctx.ops)
-        answer = ctx.ops.experts(x, self.experts.gate_up_proj, self.experts.down_proj, weights, chosen)
+        answer = ctx.ops.experts(
+            x,
+            self.gate.weight,
+            self.experts.gate_up_proj,
+            self.experts.down_proj,
+            self.per_token,
+            self.normalized,
+            ctx.slots,
+        )
         return stream, answer
-
-    def _route(self, x: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of each token's networks, [T, per_token] both."""
-        scores = ops.linear(x, self.gate.weight)
-        weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.per_token, dim=-1)
-        if self.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(x.dtype), chosen

@@ -64,7 +64,7 @@ class Model:
     def open(self, **options: Any) -> LLM:
         return LLM(self.name, **{"device": "cuda", "num_pages": 2048, "max_num_seqs": 12, **options})
 
-    def check(self, completions: list[Completion]) -> None:
+    def check(self, completions: list[Completion], tie: float = TIE) -> None:
         exact: list[torch.Tensor] = []
         for completion in completions:
             assert len(completion.token_ids) == NUM_TOKENS, completion.error
@@ -72,7 +72,7 @@ class Model:
             logits = tiny_models.logits(self.oracle, ids)[-NUM_TOKENS - 1 : -1]
             chosen = logits.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             gaps = (logits.amax(1) - chosen) / logits.std(1)
-            assert float(gaps.max()) < TIE
+            assert float(gaps.max()) < tie
             exact.append(gaps == 0)
         assert float(torch.cat(exact).float().mean()) > MOST
 
@@ -168,6 +168,21 @@ def test_what_other_families_do_differently_works_on_a_gpu(variant: str, tmp_pat
     for options in ({}, {"attention_backend": "flashinfer", "max_num_batched_tokens": 48}):
         with model.open(**options) as llm:
             model.check(llm.generate(tiny_models.PROMPTS, greedy()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 48}, {"enforce_eager": True}, {"moe_backend": "torch"}, {"dtype": "float32"}],
+    ids=str,
+)
+def test_mixtures_of_experts_are_captured_and_answer_as_in_transformers(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Rounding may send a token to another expert where two are nearly as good, which moves its logits further."""
+    model = Model.random("qwen3moe", tmp_path, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64)
+    with model.open(page_size=4, **options) as llm:
+        for prompts in (tiny_models.PROMPTS, tiny_models.PROMPTS[::-1]):
+            model.check(llm.generate(prompts, greedy()), tie=4 * TIE)
 
 
 @pytest.mark.parametrize("options", [{"attention_backend": "torch"}, {"dtype": "float32"}], ids=str)

@@ -88,6 +88,7 @@ VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
     ("llama-bias", 4, {"tie_word_embeddings": True}),
     ("qwen3-tied", 4, {}),
     ("gemma2", 2, {}),
+    ("qwen3moe", 2, {}),
     ("phi3", 4, {}),  # merged matrices in the checkpoint
 ]
 

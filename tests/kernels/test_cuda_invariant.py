@@ -67,6 +67,26 @@ def test_a_row_of_a_product_is_the_same_in_every_batch(mode: str, n: int, k: int
         assert torch.equal(product(chosen), whole[list(chosen)]), chosen
 
 
+def test_a_token_gets_the_same_from_its_experts_in_every_batch() -> None:
+    """Its weights, its products, and the sum of them that the next norm takes."""
+    from radixserve.kernels.cuda_invariant import InvariantCudaOps
+
+    ops = InvariantCudaOps(pdl=not INTERPRETED)
+    tokens, count, hidden, inner = 40, 6, 64, 48
+    x, router = randn(tokens, hidden), randn(count, hidden) / hidden**0.5
+    gate_up, down = randn(count, 2 * inner, hidden) / hidden**0.5, randn(count, hidden, inner) / inner**0.5
+    norm, slots = torch.ones(hidden, device=DEVICE).to(DTYPE), torch.arange(tokens, device=DEVICE)
+
+    def stream(chosen: Sequence[int]) -> Tensor:
+        some = x[list(chosen)]
+        answer = ops.experts(some, router, gate_up, down, 2, True, slots[: len(some)])
+        return ops.add_rms_norm(answer, some.clone(), norm, 1e-6)[1]
+
+    whole = stream(range(tokens))
+    for chosen in ([0], [39], range(3, 20), range(39, -1, -1), [7] * 35):
+        assert torch.equal(stream(chosen), whole[list(chosen)]), chosen
+
+
 class Text:
     """One sequence whose keys and values are all stored, in shuffled pages, and kernels over it."""
 

@@ -1,0 +1,179 @@
+"""A mixture of experts on CUDA: routing, and each token's products with the weights of the experts it goes to.
+
+Nothing here asks the device for a number, and all shapes follow from the number of tokens, so a CUDA graph may hold it.
+A *pair* is a token with one of its experts. The pairs of an expert stand together, cut into blocks of some rows; a
+program multiplies a block with some of the expert's columns (the grouped product of MegaBlocks, Gale et al. 2022, and
+of vLLM). Up to ``_FEW_TOKENS`` tokens need no sorting: a block is an expert, and its rows are all tokens, of which
+those count that go there. The answers of a token's experts are left apart, in the order of its choice, for the norm
+that follows to sum up; so results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from radixserve.kernels import triton_experts_kernels as kernels
+from radixserve.kernels.triton_linear import Tile
+
+_FEW_TOKENS = 16  # rows of the smallest tensor-core product
+_TABLE = 4096  # rows times experts that a program of the routing holds
+_LONGEST_PREFETCH = 4096  # of a row of weights, in values
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Of both products; their rows are the same. ``group``: blocks of rows that walk together over the columns.
+    ``sorts``: tokens may be more than rows, so their pairs are sorted."""
+
+    gate_up: Tile
+    down: Tile
+    group: int = 1
+    sorts: bool = True
+
+
+def choose_tiles(num_tokens: int, per_token: int, num_experts: int) -> Tiles:
+    """By the pairs of an expert: few rows and narrow tiles where reading weights is all there is to do, square ones
+    where arithmetic is."""
+    share = num_tokens * per_token / num_experts
+    if num_tokens <= _FEW_TOKENS:
+        return Tiles(Tile(16, 8, 512, 3, 2), Tile(16, 16, 256, 3, 2), sorts=False)
+    if share <= 4:
+        return Tiles(Tile(16, 16, 256, 4, 4), Tile(16, 32, 256, 3, 4))
+    if share <= 24:
+        return Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))
+    if share <= 256:
+        return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), group=8)
+    return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8), group=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where tokens go. ``weights`` fp32 and ``chosen`` int32, [T, k]; ``pairs`` and ``blocks`` as ``kernels.sort``
+    leaves them, None for few tokens."""
+
+    weights: Tensor
+    chosen: Tensor
+    max_blocks: int
+    pairs: Tensor | None = None
+    blocks: Tensor | None = None
+
+
+def route(
+    scores: Tensor,  # fp32 [T, E]
+    slots: Tensor,  # int64 [T], below 0 for tokens of nobody, who go nowhere
+    per_token: int,
+    normalized: bool,
+    tiles: Tiles,
+    pdl: bool = True,
+) -> Routing:
+    """Softmax over the experts, the best ``per_token`` of each token, and its pairs in blocks."""
+    num_tokens, num_experts = scores.shape
+    num_pairs, block_rows = num_tokens * per_token, tiles.gate_up.rows
+    width = triton.next_power_of_2(num_experts)
+    rows = max(1, min(32, _TABLE // width)) if tiles.sorts else 1
+    pieces = triton.cdiv(num_tokens, rows)
+    weights = torch.empty(num_tokens, per_token, dtype=torch.float32, device=scores.device)
+    chosen = torch.empty(num_tokens, per_token, dtype=torch.int32, device=scores.device)
+    counts = chosen.new_empty(pieces, width) if tiles.sorts else chosen
+    kernels.route[(pieces,)](
+        scores,
+        slots,
+        weights,
+        chosen,
+        counts,
+        num_tokens,
+        EXPERTS=num_experts,
+        WIDTH=width,
+        TOP=per_token,
+        TOP_WIDTH=triton.next_power_of_2(per_token),
+        ROWS=rows,
+        NORMALIZED=normalized,
+        COUNT=tiles.sorts,
+        PDL=pdl,
+        num_warps=8 if tiles.sorts else 1,
+        launch_pdl=pdl,
+    )
+    if not tiles.sorts:
+        return Routing(weights, chosen, num_pairs)
+    used = min(num_pairs, num_experts)
+    max_blocks = used + (num_pairs - used) // block_rows  # every expert may leave its last block partly empty
+    pairs, blocks = chosen.new_empty(num_pairs), chosen.new_empty(3, max_blocks)
+    kernels.sort[(pieces,)](
+        chosen,
+        counts,
+        pairs,
+        blocks,
+        num_tokens,
+        pieces,
+        max_blocks,
+        WIDTH=width,
+        TOP=per_token,
+        ROWS=rows,
+        BLOCK_ROWS=block_rows,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+    return Routing(weights, chosen, max_blocks, pairs, blocks)
+
+
+def experts(
+    x: Tensor,  # [T, H]
+    gate_up: Tensor,  # [E, 2 I, H]
+    down: Tensor,  # [E, H, I]
+    routing: Routing,
+    tiles: Tiles,
+    pdl: bool = True,
+) -> Tensor:
+    """Weighted answers [k, T, H], whose sum over k is the mixture's; those of tokens of nobody are anything."""
+    num_tokens, hidden = x.shape
+    per_token, inner_size = routing.chosen.shape[1], down.shape[2]
+    inner = x.new_empty(num_tokens * per_token, inner_size)
+    _launch(x, gate_up, inner, routing, tiles.gate_up, tiles.group, gated=True, pdl=pdl)
+    answers = x.new_empty(per_token, num_tokens, hidden)
+    _launch(inner, down, answers, routing, tiles.down, tiles.group, gated=False, pdl=pdl)
+    return answers
+
+
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, routing: Routing, tile: Tile, group: int, *, gated: bool, pdl: bool
+) -> None:
+    num_tokens, per_token = routing.chosen.shape
+    depth = min(tile.depth, max(16, triton.next_power_of_2(x.shape[1])))
+    while depth > 64 and x.shape[1] % depth:
+        depth //= 2
+    few = routing.pairs is None
+    inner, columns = x.shape[1], out.shape[-1]
+    grid = triton.cdiv(routing.max_blocks, group) * group * triton.cdiv(columns, tile.columns)
+    kernels.multiply[(grid,)](
+        x,
+        weight,
+        routing.weights,
+        routing.chosen,
+        routing.chosen if routing.pairs is None else routing.pairs,
+        routing.chosen if routing.blocks is None else routing.blocks,
+        out,
+        num_tokens,
+        routing.max_blocks,
+        columns,
+        inner,
+        EXPERTS=len(weight),
+        TOP=per_token,
+        TOP_WIDTH=triton.next_power_of_2(per_token),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=depth,
+        STAGES=tile.stages,
+        GROUP=group,
+        LINES=triton.next_power_of_2(triton.cdiv(inner, 64)) if few and inner <= _LONGEST_PREFETCH else 0,
+        FEW=few,
+        GATED=gated,
+        WHOLE=inner % depth == 0,
+        PDL=pdl,
+        num_warps=tile.warps,
+        launch_pdl=pdl,
+    )
