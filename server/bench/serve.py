@@ -20,6 +20,8 @@ from radixserve.server.bench.plot import check_plot, plot_curves, plot_spread
 from radixserve.server.bench.report import Goal, Summary, summarize, table
 from radixserve.server.bench.streaming import Target
 from radixserve.server.bench.workload import Workload
+from radixserve.server.commands.client import base_url
+from radixserve.server.commands.parser import Parser
 
 # By default a closed loop sends so many conversations for each client, and an open one goes on for so many seconds.
 _ROUNDS = 4
@@ -28,9 +30,9 @@ _SECONDS = 30
 
 def run(arguments: Sequence[str]) -> int:
     """Returns 1 when any request failed."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     check_plot(options.plot)
-    target = Target(options.url.rstrip("/").removesuffix("/v1"), options.api_key)
+    target = Target(base_url(options.url), options.api_key)
     model = options.model or _first_model(target)
     workload = Workload(
         prompt_words=options.prompt_words,
@@ -91,13 +93,8 @@ def _facts(workload: Workload) -> dict[str, object]:
     return {name: value if isinstance(value, int | tuple) else str(value) for name, value in vars(workload).items()}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="radixserve bench serve",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def build_parser() -> Parser:
+    parser = Parser(prog="radixserve bench serve", description=__doc__)
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="server under test (default: %(default)s)")
     add("--model", help="model name to send (default: the first that the server lists)")

@@ -21,6 +21,7 @@ from radixserve.server.commands.client import (
     connected,
     split_serve_options,
 )
+from radixserve.server.commands.parser import Parser
 
 _HELP = """\
 /reset          forget the conversation
@@ -88,12 +89,16 @@ class Chat:
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
-def run(arguments: Sequence[str]) -> int:
-    own, serve_options = split_serve_options(arguments)
+def build_parser() -> Parser:
     parser = client_parser("chat", "[MODEL]", "Chat with a model. /help there tells the commands.")
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
-    flags = parser.parse_args(own)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    own, serve_options = split_serve_options(arguments)
+    flags = build_parser().parse_args(own)
     flags.model = flags.model or flags.positional_model
     with connected(flags, serve_options) as client:
         chat = Chat(client, flags.system, _write)

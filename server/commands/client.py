@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from typing import IO, Any
 
 import httpx
 
+from radixserve.configs.options import OPTIONS
 from radixserve.engine.errors import ConfigError, RadixServeError
 from radixserve.engine.lifeline import end_with_parent
+from radixserve.server.commands.parser import Parser
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -113,14 +116,13 @@ def _message(response: httpx.Response) -> str:
 # ---- flags ----
 
 
-def client_parser(command: str, usage: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def client_parser(command: str, usage: str, description: str) -> Parser:
+    parser = Parser(
         prog=f"radixserve {command}",
         usage=f"radixserve {command} {usage} [options] [-- serve options]",
         description=description,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        behind_dashes=[option.flag for option in OPTIONS.values()],
     )
     parser.add_argument("--url", help="a running server, http://host:port")
     parser.add_argument("--model", help="model to serve, or with --url one that is served there")
@@ -146,7 +148,7 @@ def connected(flags: argparse.Namespace, serve_options: Sequence[str]) -> Iterat
     sampling = {name: value for name in _SAMPLING if (value := getattr(flags, name)) is not None}
     with contextlib.ExitStack() as stack:
         if flags.url:
-            url = _base_url(flags.url)
+            url = base_url(flags.url)
         else:
             url = stack.enter_context(_local_server([*([flags.model] if flags.model else []), *serve_options]))
         timeout = httpx.Timeout(None, connect=10)
@@ -160,7 +162,8 @@ def connected(flags: argparse.Namespace, serve_options: Sequence[str]) -> Iterat
         yield Client(http, wanted, sampling)
 
 
-def _base_url(url: str) -> str:
+def base_url(url: str) -> str:
+    """Of a server, however people write it: without http://, with /v1."""
     return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
@@ -221,7 +224,9 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: IO[bytes]
             if process.poll() is not None:
                 raise ConfigError(_last_error(log))
             if shows:
-                print(f"\r\033[K{state['reason']} {state.get('progress', 0):.0%}", end="", file=sys.stderr, flush=True)
+                line = f"{state['reason']} {state.get('progress', 0):.0%}"
+                narrow = line[: shutil.get_terminal_size().columns - 1]  # \r goes back within one line only
+                print(f"\r\033[K{narrow}", end="", file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
     if shows:
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_files import resolve_model
 from radixserve.server.commands.gpus import Gpu, find_gpus
+from radixserve.server.commands.parser import Parser
 from radixserve.server.listening import listen
 from radixserve.server.runtime_folder import runtime_folder
 
@@ -39,16 +39,19 @@ class Finding:
     remedy: str = ""
 
 
-def run(arguments: Sequence[str]) -> int:
+def build_parser() -> Parser:
     defaults = ServeConfig()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="radixserve doctor",
         description="Tell what was found on this machine, and what to do about it. Exit status 1: something is broken.",
-        allow_abbrev=False,
     )
     parser.add_argument("--host", default=defaults.host, help="address that the server would listen on")
     parser.add_argument("--port", type=int, default=defaults.port, help="port that the server would listen on")
-    flags = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = build_parser().parse_args(arguments)
     broken = False
     for finding in _findings(flags.host, flags.port):
         broken |= finding.state == "broken"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -14,19 +13,26 @@ from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.host import available_memory
 from radixserve.engine.model_config import load_spec
-from radixserve.engine.model_files import ModelFiles, resolve_model
+from radixserve.engine.model_files import ModelFiles, is_hub_id, resolve_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.server.commands.gpus import Gpu, find_gpus
+from radixserve.server.commands.parser import Parser
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="radixserve models", description="List the models on this machine, or inspect one.", allow_abbrev=False
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="radixserve models",
+        usage="radixserve models [NAME]",
+        description="List the models on this machine, or inspect one.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="folder, .gguf file, or a name of the list")
-    flags = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = build_parser().parse_args(arguments)
     print("\n".join(_list() if flags.name is None else _inspect(_local_files(flags.name))))
     return 0
 
@@ -80,7 +86,8 @@ def _local_files(name: str) -> ModelFiles:
         return resolve_model(name)
     cached = dict(_cached_models())
     if name not in cached:
-        raise ModelError(f"model {name!r} is not on this machine; `radixserve serve {name}` downloads it")
+        how = f"`radixserve serve {name}` downloads it" if is_hub_id(name) else "`radixserve models` lists what is"
+        raise ModelError(f"model {name!r} is not on this machine; {how}")
     return resolve_model(str(cached[name]))
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from radixserve.configs import sources
 from radixserve.configs.options import OPTIONS, Option
 from radixserve.configs.schema import ServeConfig
 from radixserve.configs.sources import OptionError
 from radixserve.configs.toml_text import to_toml
-from radixserve.engine.errors import ConfigError
 from radixserve.engine.logs import log_to_stderr
 from radixserve.server.children import RestartPolicy
+from radixserve.server.commands.parser import Parser
 from radixserve.server.supervisor import Commands, serve
 
 _DESCRIPTION = """\
@@ -26,11 +25,8 @@ Serve a model over the OpenAI API. Options come from flags, then RADIXSERVE_* va
 
 
 def run(arguments: Sequence[str]) -> int:
-    try:
-        flags = parse_flags(arguments)
-        config = read_config(flags, os.environ)
-    except OptionError as error:
-        raise ConfigError(str(error)) from error
+    flags = parse_flags(arguments)
+    config = read_config(flags, os.environ)
     if flags["print_config"]:
         print(to_toml(config), end="")
         return 0
@@ -40,14 +36,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     """The flags that were given, by option name, as text; and ``config``, ``preset`` and ``print_config``."""
-    parser = build_parser()
-    found, unknown = parser.parse_known_args([_with_hyphens(argument) for argument in arguments])
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        if not name.startswith("-"):
-            raise OptionError(f"unexpected argument {name}")
-        raise sources.unknown_flag(name, parser.flags())
-    flags = vars(found)
+    flags = vars(build_parser().parse_args([_with_hyphens(argument) for argument in arguments]))
     positional = flags.pop("positional_model")
     if positional is not None and flags.setdefault("model", positional) != positional:
         raise OptionError(f"two models: {positional} and --model {flags['model']}")
@@ -66,27 +55,8 @@ def read_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ServeCo
     return sources.merge(layers)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(message.removeprefix("argument "))
-
-    def flags(self) -> list[str]:
-        return [flag for flag in self._option_string_actions if flag.startswith("--")]
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=min(120, shutil.get_terminal_size().columns))
-
-
-def build_parser() -> _Parser:
-    parser = _Parser(
-        prog="radixserve serve",
-        usage="radixserve serve [MODEL] [options]",
-        description=_DESCRIPTION,
-        formatter_class=_HelpFormatter,
-        allow_abbrev=False,
-    )
+def build_parser() -> Parser:
+    parser = Parser(prog="radixserve serve", usage="radixserve serve [MODEL] [options]", description=_DESCRIPTION)
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with options [{sources.CONFIG_VARIABLE}]")
     presets = "{" + ",".join(sources.preset_names()) + "}"

@@ -46,6 +46,18 @@ def test_help_of_serve_tells_every_flag_and_variable(capsys: pytest.CaptureFixtu
         assert f"  {option.flag}" in text and f"[{option.variable}]" in text and f"\n{option.group}:\n" in text
 
 
+def test_help_breaks_no_word_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert "[RADIXSERVE_MAX_NUM_BATCHED_TOKENS]" in text
+    description = text.partition("\n\n")[2].partition("\n\n")[0]
+    assert max(map(len, description.splitlines())) <= 40
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,6 +68,19 @@ def test_help_of_serve_tells_every_flag_and_variable(capsys: pytest.CaptureFixtu
         (["serve", "--port=-1"], "--port: '-1' is not allowed, it should be greater than or equal to 0"),
         (["serve", "one", "two"], "unexpected argument two"),
         (["serve", "one", "--model", "two"], "two models: one and --model two"),
+        (["serve", "--zzz"], "unknown option --zzz (radixserve serve --help lists them)"),
+        (["complete", "--temp", "1", "x"], "unknown option --temp; did you mean --temperature?"),
+        (["chat", "--max-tokens", "x"], "--max-tokens: invalid int value: 'x'"),
+        (
+            ["chat", "--num-pages=40"],
+            "--num-pages is an option of `radixserve serve`; those follow --: radixserve chat -- --num-pages=40",
+        ),
+        (["bench", "serve", "--client", "4"], "unknown option --client; did you mean --clients?"),
+        (["bench", "offline", "--port", "x"], "--port: 'x' is not allowed, it should be a valid integer"),
+        (["doctor", "--port", "x"], "--port: invalid int value: 'x'"),
+        (["models", "one", "two"], "unexpected argument two"),
+        (["models", "none"], "model 'none' is not on this machine; `radixserve models` lists what is"),
+        (["completion", "ksh"], "SHELL: invalid choice: 'ksh' (choose from 'bash', 'zsh', 'fish')"),
         (["serve", "--config", "/no/such.toml"], "cannot read config file /no/such.toml: No such file or directory"),
     ],
 )
