@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from radixserve.configs.errors import OptionError
 from radixserve.configs.options import OPTIONS, VARIABLE_PREFIX, table_name
 from radixserve.configs.schema import GROUPS, SECRET_OPTIONS, ServeConfig
 
@@ -26,10 +27,6 @@ PRESET_VARIABLE = VARIABLE_PREFIX + "PRESET"
 
 # What Kubernetes adds to every pod beside a service whose name begins with radixserve.
 _SERVICE_LINK = re.compile(r"RADIXSERVE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
-
-
-class OptionError(ValueError):
-    """A flag, an environment variable or a key of a config file is wrong; the message is meant for the user."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from radixserve import __version__
-from radixserve.configs.sources import OptionError
+from radixserve.configs.errors import OptionError
 from radixserve.engine.errors import RadixServeError
 
 COMMANDS = {

@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from radixserve.configs.sources import OptionError, unknown_flag
+from radixserve.configs.errors import OptionError
+from radixserve.configs.sources import unknown_flag
 
 _WIDEST = 120
 

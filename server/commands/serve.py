@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from radixserve.configs import sources
+from radixserve.configs.errors import OptionError
 from radixserve.configs.options import OPTIONS, Option
 from radixserve.configs.schema import ServeConfig
-from radixserve.configs.sources import OptionError
 from radixserve.configs.toml_text import to_toml
 from radixserve.engine.logs import log_to_stderr
 from radixserve.server.children import RestartPolicy

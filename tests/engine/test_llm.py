@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixserve.configs.sources import OptionError
+from radixserve.configs.errors import OptionError
 from radixserve.engine.errors import ConfigError, InvalidRequest, ModelError
 from radixserve.engine.llm import LLM
 from radixserve.engine.sampling_params import SamplingParams
