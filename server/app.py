@@ -15,9 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.messages import Submit
-from radixserve.engine.model_files import resolve_model
-from radixserve.engine.text.text_model import TextModel, load_text_model
-from radixserve.server.auth import read_api_keys
+from radixserve.server.auth import ApiKeys, read_api_keys
 from radixserve.server.engine_client import EngineClient
 from radixserve.server.errors import HANDLERS, MESSAGES_PATH
 from radixserve.server.frontend import Frontend
@@ -49,15 +47,7 @@ _PARTS = (generate, responses, messages, text, models, operation, metrics)
 _STREAMING_PATHS = (generate.CHAT_PATH, generate.COMPLETION_PATH, responses.RESPONSES_PATH, MESSAGES_PATH)
 
 
-def load_text(config: ServeConfig) -> TextModel:
-    """Raises ``ModelError``."""
-    files = resolve_model(config.model, config.load_format)
-    return load_text_model(files, config)
-
-
-def build_app(
-    config: ServeConfig, engine_address: str, load_text: Callable[[ServeConfig], TextModel] = load_text
-) -> FastAPI:
+def build_app(config: ServeConfig, engine_address: str) -> FastAPI:
     """The application; it connects to the engine, and starts to load the tokenizer, when it is started up.
 
     Raises ``ConfigError`` when the file of API keys is wrong, or traces are wanted without their packages."""
@@ -69,7 +59,7 @@ def build_app(
     client = EngineClient(
         engine_address, config.health_timeout, config.watchdog_timeout, worker_numbers.numbers, observers
     )
-    frontend = Frontend(config, client, worker_numbers, load_text)
+    frontend = Frontend(config, client, worker_numbers)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -83,10 +73,18 @@ def build_app(
     app.state.frontend = frontend
     # First of all routes, in this order, and not included as routers, which are asked twice for each request.
     app.router.routes[:0] = [r for part in _PARTS for r in part.router.routes]
-    # The last one added is the outermost.
     keys = read_api_keys(config)
     if config.page != "off":
         app.router.routes += page.routes(Watchers(frontend), config, keys)
+    _add_layers(app, config, keys)
+    if tracer is not None:
+        app.add_middleware(TraceParents)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way
+    return app
+
+
+def _add_layers(app: FastAPI, config: ServeConfig, keys: ApiKeys) -> None:
+    """The last one added is the outermost."""
     app.add_middleware(Gate, keys=keys, max_body_bytes=config.max_body_bytes)
     if config.cors_allow_origins:
         app.add_middleware(
@@ -97,10 +95,6 @@ def build_app(
             expose_headers=["x-request-id", IGNORED_HEADER],
         )
     app.add_middleware(RequestIds, log_refusals=config.log_requests)
-    if tracer is not None:
-        app.add_middleware(TraceParents)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way
-    return app
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

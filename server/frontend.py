@@ -15,7 +15,8 @@ from typing import TypeVar
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import InvalidRequest, RadixServeError
 from radixserve.engine.messages import EngineStatus
-from radixserve.engine.text.text_model import TextModel
+from radixserve.engine.model_files import resolve_model
+from radixserve.engine.text.text_model import TextModel, load_text_model
 from radixserve.server.engine_client import FAILED, EngineClient, Health
 from radixserve.server.errors import RequestFailed
 from radixserve.server.metrics import WorkerNumbers
@@ -34,15 +35,9 @@ _PUBLISH_S = 1.0
 
 
 class Frontend:
-    """One per process, on ``app.state``. ``load_text`` is called in a thread after start and may take its time."""
+    """One per process, on ``app.state``. The text side is loaded in a thread after start, and may take its time."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        client: EngineClient,
-        worker_numbers: WorkerNumbers,
-        load_text: Callable[[ServeConfig], TextModel],
-    ):
+    def __init__(self, config: ServeConfig, client: EngineClient, worker_numbers: WorkerNumbers):
         self.config = config
         self.client = client
         self.worker_numbers = worker_numbers
@@ -50,7 +45,6 @@ class Frontend:
         self.created = int(time.time())
         self.num_active = 0  # POST requests inside; counted by the gate
         self.draining = False
-        self._load_text = load_text
         self._text: TextModel | None = None
         self.sampling_defaults: Mapping[str, float] = {}  # what the model's authors recommend for absent fields
         self.failed = asyncio.Event()  # the text side cannot be loaded; the log says why
@@ -69,7 +63,7 @@ class Frontend:
 
     async def _load(self) -> None:
         try:
-            text = await self._in_thread(lambda: self._load_text(self.config))
+            text = await self._in_thread(lambda: _load_text(self.config))
             defaults = asdict(text.sampling_defaults).items()
             self.sampling_defaults = {name: value for name, value in defaults if value is not None}
             self._text = text
@@ -162,6 +156,11 @@ class Frontend:
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _load_text(config: ServeConfig) -> TextModel:
+    """Raises ``ModelError``."""
+    return load_text_model(resolve_model(config.model, config.load_format), config)
 
 
 def served_names(config: ServeConfig) -> tuple[str, ...]:

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
-
 from radixserve.engine.messages import Observation
 from radixserve.engine.observation import LEASE_S, SeenNode, TreeEvent
 from radixserve.server.errors import RequestFailed
 from radixserve.server.frontend import Frontend
+from radixserve.server.protocol.frames import event_frame
 
 MAX_WATCHERS = 16
 TICK_S = 1.0
@@ -63,7 +62,7 @@ class Watchers:
         self._frontend.client.watch(anew=False)
         health, numbers = self._frontend.health(), self._frontend.worker_numbers.sum_of_all()
         latency = {name: numbers.histograms[name] for name in _HISTOGRAMS}
-        frame = _frame("server", {"health": asdict(health), "latency": latency})
+        frame = event_frame("server", {"health": asdict(health), "latency": latency})
         for queue in list(self._queues):
             self._put(queue, frame)
             if self._frontend.draining:
@@ -73,7 +72,7 @@ class Watchers:
         frames: dict[bool, bytes] = {}
         for queue, with_text in list(self._queues.items()):
             if with_text not in frames:
-                frames[with_text] = _frame("view", self._view(observation, self._text if with_text else None))
+                frames[with_text] = event_frame("view", self._view(observation, self._text if with_text else None))
             self._put(queue, frames[with_text])
 
     def _put(self, queue: asyncio.Queue[bytes | None], frame: bytes) -> None:
@@ -111,7 +110,3 @@ class Watchers:
             "steps": view.steps,
             "requests": view.requests,
         }
-
-
-def _frame(name: str, content: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(content))

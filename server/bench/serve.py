@@ -62,11 +62,8 @@ def run(arguments: Sequence[str]) -> int:
         for error in sorted({sample.error for sample in samples if sample.error}):
             print(f"{pace}: {error}")
     print(f"{target.url}, model {model}\n{table(columns)}")
-    if options.plot and len(columns) == 1:
-        plot_spread(options.plot, samples)
-    elif options.plot:
-        points = {_size(pace)[0]: summary for pace, summary in zip(_paces(options), columns.values(), strict=True)}
-        plot_curves(options.plot, "conversations a second" if options.rate else "clients", points)
+    if options.plot:
+        _plot(options, columns, samples)
     write_json(options.json, {"model": model, "seed": options.seed, "workload": _facts(workload), "loads": columns})
     return 1 if any(summary["errors"] for summary in columns.values()) else 0
 
@@ -75,6 +72,15 @@ def _paces(options: argparse.Namespace) -> list[Pace]:
     if options.rate:
         return [OpenLoop(rate, options.burstiness) for rate in options.rate]
     return [ClosedLoop(round(clients)) for clients in options.clients]
+
+
+def _plot(options: argparse.Namespace, columns: dict[str, Summary], samples: list[Sample]) -> None:
+    """``samples``: of the last load."""
+    if len(columns) == 1:
+        plot_spread(options.plot, samples)
+        return
+    points = {_size(pace)[0]: summary for pace, summary in zip(_paces(options), columns.values(), strict=True)}
+    plot_curves(options.plot, "conversations a second" if options.rate else "clients", points)
 
 
 def _size(pace: Pace) -> tuple[float, int]:

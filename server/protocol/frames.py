@@ -47,4 +47,8 @@ class Frames(ABC):
 
 def named_event(event: dict[str, Any]) -> bytes:
     """A frame whose event has the name that ``type`` says."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+    return event_frame(event["type"], event)
+
+
+def event_frame(name: str, content: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(content))
