@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from server_under_test import running_server
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.model_files import resolve_model
 
+CLI = (sys.executable, "-m", "radixserve.server.cli")
 START_SECONDS = 400  # a server that compiles its model first
 PROBE_SECONDS = 0.05
 # name: clients, requests, words of a prompt, tokens of an answer
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file for all results")
     options = parser.parse_args()
     model = resolve_model(ServeConfig().model).gguf
-    commands = {"radixserve": f"{sys.executable} -m radixserve.server.cli serve --port {{port}}", "peer": options.peer}
+    commands = {"radixserve": shlex.join([*CLI, "serve", "--port", "{port}"]), "peer": options.peer}
     rounds: list[dict[str, Any]] = []
     for number in range(options.rounds):
         found = {name: measure(command, str(model), number) for name, command in commands.items()}
@@ -61,40 +62,17 @@ def main() -> None:
 
 def measure(command: str, model: str, seed: int) -> dict[str, Any]:
     """Results of all loads, by name."""
-    with tempfile.TemporaryDirectory() as folder, server(command, model) as url:
+    server = shlex.split(command.replace("{model}", model))
+    with tempfile.TemporaryDirectory() as folder, running_server(server, START_SECONDS) as url:
         results = {}
         for name, (clients, requests, words, tokens) in LOADS.items():
             output = Path(folder) / "report.json"
-            bench = [
-                sys.executable,
-                "-m",
-                "radixserve.server.cli",
-                "bench",
-                "serve",
-                "--url",
-                url,
-                "--json",
-                str(output),
-            ]
+            bench = [*CLI, "bench", "serve", "--url", url, "--json", str(output)]
             load = ["--clients", clients, "--requests", requests, "--prompt-words", words, "--max-tokens", tokens]
             with health_probe(f"{url}/health") as delays:
                 subprocess.run([*bench, *load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL)
             results[name] = json.loads(output.read_text()) | {"health_ms": percentiles(delays)}
     return results
-
-
-@contextmanager
-def server(command: str, model: str) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [word.format(port=port, model=model) for word in shlex.split(command)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_until_ready(f"http://127.0.0.1:{port}/health", process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @contextmanager
@@ -125,18 +103,6 @@ def health_probe(url: str) -> Iterator[list[float]]:
 def percentiles(values: list[float]) -> dict[str, float]:
     p50, p99 = np.percentile(values, [50, 99])
     return {"count": len(values), "p50": float(p50), "p99": float(p99), "max": max(values)}
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.2)
-    raise SystemExit(f"no server at {url}")
 
 
 def rate(results: dict[str, Any], load: str) -> float:

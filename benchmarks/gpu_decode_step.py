@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import types
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import capture, relative_error, replay_us
+from gpu_timing import BYTES_PER_US, DEVICE, capture, decode_layout, relative_error, replay_us
 from torch import Tensor
 
 from radixserve.kernels.cuda_ops import CudaOps
@@ -23,9 +22,7 @@ from radixserve.kernels.triton_attention import TritonDecodeAttention
 from radixserve.kernels.triton_sampling import sample
 from radixserve.kernels.triton_step import decode_inputs
 
-DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
-BYTES_PER_US = 4.29e6
 PAGE_SIZE = 16
 EPS = 1e-6
 # Fused linear layers, programmatic dependent launch.
@@ -57,12 +54,8 @@ class DecodeStep:
         spread = torch.linspace(0.5, 1.5, batch)[torch.randperm(batch)] if batch > 1 else torch.ones(1)
         lens = (spread * context).int()
         columns = int(lens.max()) // PAGE_SIZE + 1
-        self.layout: Any = types.SimpleNamespace(
-            kv_lens=lens.to(DEVICE),
-            rows=torch.arange(batch, dtype=torch.int32, device=DEVICE),
-            page_table=torch.randperm(batch * columns).int().view(batch, columns).to(DEVICE),
-            page_size=PAGE_SIZE,
-        )
+        table = torch.randperm(batch * columns).int().view(batch, columns)
+        self.layout = decode_layout(lens.numpy(), table.numpy(), PAGE_SIZE)
         self.kv_tokens = int(lens.sum())
         self.layers = [Layer(config, batch * columns) for _ in range(config["num_hidden_layers"])]
         self.embedding = randn(config["vocab_size"], config["hidden_size"])

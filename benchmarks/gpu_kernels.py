@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
-from gpu_timing import Job, graph_us, precompile, relative_error
+from gpu_timing import DEVICE, Job, attention_us, decode_layout, graph_us, precompile, relative_error
 from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.kernels import triton_linear
 from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 
-DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 L2_BYTES = 60e6
 KV_HEADS, DIM = 8, 128
@@ -47,12 +46,7 @@ class AttentionCase:
         copies = max(2, int(3 * L2_BYTES / self.bytes) + 1)
         self.caches = [torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(copies)]
         self.q = torch.randn(self.num_seqs, q_heads, DIM, device=DEVICE, dtype=BF16)
-        self.layout: Any = types.SimpleNamespace(
-            kv_lens=torch.from_numpy(kv_lens.astype(np.int32)).to(DEVICE),
-            rows=torch.arange(self.num_seqs, dtype=torch.int32, device=DEVICE),
-            page_table=torch.from_numpy(table).to(DEVICE),
-            page_size=page_size,
-        )
+        self.layout = decode_layout(kv_lens, table, page_size)
 
     def reference(self) -> Tensor:
         """Of the first copy, one sequence at a time in fp32."""
@@ -66,15 +60,8 @@ class AttentionCase:
 
     def measure(self, tuning: DecodeTuning, reference: Tensor) -> Result:
         kernel = TritonDecodeAttention(self.q.shape[1], KV_HEADS, DIM, self.num_seqs, DEVICE, tuning=tuning)
-        out = torch.full_like(self.q, float("nan"))
-
-        def body() -> None:
-            kernel.plan_decode(self.layout, self.num_seqs)
-            self.q.mul_(1)  # the ordinary kernel that has to lie between plan and run
-            for cache in [*reversed(self.caches)] * 2:
-                kernel.run_decode(self.q, cache[0], cache[1], out)
-
-        us = graph_us(body, 2 * len(self.caches))
+        plan = partial(kernel.plan_decode, self.layout, self.num_seqs)
+        us, out = attention_us(kernel, plan, self.q, self.caches, rounds=2)
         return {"us": us, "gbs": self.bytes / us / 1e3, "error": relative_error(out, reference), **asdict(tuning)}
 
 

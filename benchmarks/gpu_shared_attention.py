@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_timing import graph_us, relative_error
+from gpu_timing import BYTES_PER_US, DEVICE, attention_us, decode_layout, relative_error
 
 from radixserve.kernels.shared_prefix import PrefixGroups, pack_tiles, unpack_tiles
 from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 from radixserve.kernels.triton_shared_attention import TritonSharedAttention
 
-DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 Q_HEADS, KV_HEADS, DIM, PAGE = 16, 8, 128, 16
-BYTES_PER_US = 4.29e6
 TOKEN_BYTES = 2 * 2 * KV_HEADS * DIM
 CASES = {  # groups, decodes of each, tokens of its prefix, own tokens of a decode at least and at most, padding
     "16 groups of 16": (16, 16, 2048, 128, 192),
@@ -77,12 +74,7 @@ class SharedCase:
         self.caches = [torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(2)]
         self.q = torch.randn(self.num_seqs, Q_HEADS, DIM, device=DEVICE, dtype=BF16)
         self.plain = TritonDecodeAttention(Q_HEADS, KV_HEADS, DIM, self.num_seqs, DEVICE)
-        self.layout: Any = types.SimpleNamespace(
-            kv_lens=torch.from_numpy(np.pad(self.kv_lens, (0, padding))).to(DEVICE),
-            rows=torch.arange(self.num_seqs, dtype=torch.int32, device=DEVICE),
-            page_table=torch.from_numpy(table).to(DEVICE),
-            page_size=PAGE,
-        )
+        self.layout = decode_layout(np.pad(self.kv_lens, (0, padding)), table, PAGE)
 
     def measure_plain(self, tuning: DecodeTuning) -> tuple[float, torch.Tensor]:
         kernel = TritonDecodeAttention(Q_HEADS, KV_HEADS, DIM, self.num_seqs, DEVICE, tuning=tuning)
@@ -95,16 +87,9 @@ class SharedCase:
         tiles = unpack_tiles(torch.from_numpy(packed).to(DEVICE), self.num_seqs, members)
         return self._measure(kernel, lambda: kernel.plan_decode(self.layout, tiles, self.num_seqs))
 
-    def _measure(self, kernel: Any, plan: Any) -> tuple[float, torch.Tensor]:
-        out = torch.full_like(self.q, float("nan"))
-
-        def body() -> None:
-            plan()
-            self.q.mul_(1)  # the ordinary kernel that has to lie between plan and run
-            for cache in [*reversed(self.caches)] * 4:
-                kernel.run_decode(self.q, cache[0], cache[1], out)
-
-        return graph_us(body, 4 * len(self.caches)), out[: self.num_live]
+    def _measure(self, kernel: Any, plan: Callable[[], None]) -> tuple[float, torch.Tensor]:
+        us, out = attention_us(kernel, plan, self.q, self.caches, rounds=4)
+        return us, out[: self.num_live]
 
 
 def main() -> None:

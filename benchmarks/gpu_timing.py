@@ -5,15 +5,49 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+DEVICE = torch.device("cuda")
+BYTES_PER_US = 4.29e6  # of an H200's memory
+_REPLAYS = 12
 
 
-def graph_us(body: Callable[[], None], calls: int, replays: int = 12) -> float:
+def graph_us(body: Callable[[], None], calls: int) -> float:
     """Median microseconds of one call, ``body`` making ``calls`` of them. Give it buffers larger than the L2 cache."""
-    return statistics.median(replay_us(capture(body), replays)) / calls
+    return statistics.median(replay_us(capture(body), _REPLAYS)) / calls
+
+
+def decode_layout(kv_lens: NDArray[np.integer[Any]], page_table: NDArray[np.int32], page_size: int) -> Any:
+    """Stands for the ``BatchLayout`` of one decode for each of ``kv_lens``."""
+    return types.SimpleNamespace(
+        kv_lens=torch.from_numpy(kv_lens.astype(np.int32)).to(DEVICE),
+        rows=torch.arange(len(kv_lens), dtype=torch.int32, device=DEVICE),
+        page_table=torch.from_numpy(page_table).to(DEVICE),
+        page_size=page_size,
+    )
+
+
+def attention_us(
+    kernel: Any, plan: Callable[[], None], q: Tensor, caches: Sequence[Tensor], rounds: int
+) -> tuple[float, Tensor]:
+    """Microseconds of one decode attention, planned once for ``rounds`` through all ``caches``, and what it gives for
+    the first of them."""
+    out = torch.full_like(q, float("nan"))
+
+    def body() -> None:
+        plan()
+        q.mul_(1)  # the ordinary kernel that has to lie between plan and run
+        for cache in [*reversed(caches)] * rounds:
+            kernel.run_decode(q, cache[0], cache[1], out)
+
+    return graph_us(body, rounds * len(caches)), out
 
 
 def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -41,7 +75,7 @@ def replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
     return [1e3 * a.elapsed_time(b) for a, b in zip(marks[1:-1], marks[2:], strict=True)]
 
 
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+def relative_error(out: Tensor, reference: Tensor) -> float:
     """||out - ref|| / ||ref|| in fp32; NaN if anything is."""
     return float((out.float() - reference.float()).norm() / reference.float().norm())
 

@@ -217,7 +217,8 @@ def random_ids(rng: np.random.Generator, *shape: int) -> Int32s:
     return rng.integers(0, 100_000, shape, dtype=np.int32)
 
 
-def insert_all(tree: Any, texts: list[Int32s], first_page: int = 0) -> None:
+def insert_all(tree: Any, texts: list[Int32s]) -> None:
+    first_page = 0
     for text in texts:
         count = len(text) // tree.page_size
         tree.insert(text, np.arange(first_page, first_page + count, dtype=np.int32))

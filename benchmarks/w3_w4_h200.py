@@ -16,17 +16,15 @@ import contextlib
 import json
 import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+
+from server_under_test import running_server
 
 _CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 49152, "hidden_size": 1024,
@@ -80,7 +78,10 @@ class Bench:
             self._run(name, "prefix", *self._model, *self._sizes.prefix, *flags)
 
     def w4(self, serve_flags: Sequence[str]) -> None:
-        with self._server(serve_flags) as url:
+        command = (*_CLI, "serve", *self._model, "--port={port}", "--max-num-queued-reqs=65536", *serve_flags)
+        left_s = self._deadline - time.monotonic()
+        with running_server(command, left_s, self._out / "server.log") as url:
+            self._say("server ready")
             most = max(self._sizes.clients)
             self._load("w4_warm_up", url, f"--clients={most}", f"--requests={most}", "--max-tokens=8:16")
             for clients, requests in self._sizes.clients.items():
@@ -109,32 +110,6 @@ class Bench:
         plot = (f"--plot={self._out / name}.png",) if find_spec("matplotlib") else ()
         seed = f"--seed={self._seed}"
         self._run(name, "serve", f"--url={url}", *self._sizes.tokens, seed, *flags, *plot)
-
-    @contextlib.contextmanager
-    def _server(self, flags: Sequence[str]) -> Iterator[str]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        command = (*_CLI, "serve", *self._model, "--port", str(port), "--max-num-queued-reqs", "65536", *flags)
-        with (self._out / "server.log").open("w") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                url = f"http://127.0.0.1:{port}"
-                self._wait_ready(server, url)
-                yield url
-            finally:
-                server.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    server.wait(15)
-                server.kill()
-
-    def _wait_ready(self, server: subprocess.Popen[bytes], url: str) -> None:
-        while True:
-            with contextlib.suppress(URLError, OSError), urlopen(f"{url}/health", timeout=2):
-                self._say("server ready")
-                return
-            if server.poll() is not None or time.monotonic() > self._deadline:
-                raise SystemExit(f"the server did not start; see {self._out / 'server.log'}")
-            time.sleep(0.2)
 
     def _run(self, name: str, *arguments: str) -> None:
         left = self._deadline - time.monotonic()
