@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 
 @dataclass
@@ -65,18 +66,7 @@ class RunningServer:
 
     def children(self) -> list[int]:
         """Pids of all descendants of the supervisor."""
-        parents: dict[int, int] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-                parents[int(entry.name)] = int(fields[1])
-        found: list[int] = [self.process.pid]
-        for pid in found:
-            found.extend(child for child, parent in parents.items() if parent == pid and child not in found)
-        return found[1:]
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
 
 
 def free_port() -> int:
@@ -94,15 +84,7 @@ def running_server(*flags: str, wait: bool = True, output: str | None = None) ->
         log_path = Path(output or Path(folder) / "server.log")
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "radixserve.server.cli",
-                    "serve",
-                    "--port",
-                    str(port),
-                    *flags,
-                ],
+                [sys.executable, "-m", "radixserve.server.cli", "serve", f"--port={port}", *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
