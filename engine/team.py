@@ -197,7 +197,7 @@ def _start(rank: int, config: ServeConfig, meeting: Path) -> _Follower:
         )
     finally:
         os.close(reader)
-    with open(writer, "wb", closefd=False) as pipe, contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError), open(writer, "wb", closefd=False) as pipe:
         pipe.write(config.to_private_json().encode() + b"\n")
     return _Follower(rank, process, Connection(writer, readable=False))
 
