@@ -57,6 +57,7 @@ class ParallelOps:
         return self._ranks.all_reduce(found.masked_fill_(~is_ours.unsqueeze(-1), 0.0))
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of a layer whose inner dimension is cut."""
         return self._ranks.all_reduce(self._ops.linear(y, weight, None if self._shard.rank else bias))
 
     def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:

@@ -143,7 +143,7 @@ class Ops(Protocol):
         ...
 
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y [T, in] @ weight[out, in].T (+ bias) [T, out]."""
+        """y [T, in] @ weight[out, in].T (+ bias) [T, out], where a layer gives back to the stream."""
         ...
 
     def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
