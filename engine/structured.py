@@ -7,11 +7,12 @@ can follow free reasoning or stand inside a tool call. ``SamplingParams.grammar`
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.patterns import dot_within_lines, flaw
+from radixserve.engine.patterns import dot_within_lines, flaw, json_text, written_in_json
 
 Format = dict[str, Any]
 
@@ -34,6 +35,7 @@ _LIMITS = frozenset(
 _OF_STRINGS = frozenset("minLength maxLength pattern format".split())
 _OF_NUMBERS = frozenset("multipleOf minimum maximum exclusiveMinimum exclusiveMaximum".split())
 _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_ROUNDED = {"minimum": math.ceil, "exclusiveMinimum": math.floor, "maximum": math.floor, "exclusiveMaximum": math.ceil}
 # Formats that the compiler holds; others are annotations.
 _FORMATS = frozenset(
     "date time date-time duration email hostname ipv4 ipv6 json-pointer relative-json-pointer uri uri-reference "
@@ -117,7 +119,7 @@ class _Schemas:
         schema = self._without_all_of(dict(schema), where)
         self._check(schema, where)
         self._check_values(schema, where)
-        schema = self._typed(schema, where)
+        schema = _rounded(self._with_patterns(self._typed(schema, where), where))
         for key in _ONE:
             if key in schema:
                 schema[key] = self.prepare(schema[key], f"{where}.{key}", depth + 1)
@@ -132,7 +134,8 @@ class _Schemas:
     def _prepare_list(self, schemas: Any, where: str, depth: int) -> list[Any]:
         if not isinstance(schemas, list) or not schemas:
             raise self._wrong(where, "must be a list of schemas")
-        return [self.prepare(schema, f"{where}[{i}]", depth + 1) for i, schema in enumerate(schemas)]
+        prepared = [self.prepare(schema, f"{where}[{i}]", depth + 1) for i, schema in enumerate(schemas)]
+        return [{} if schema is True else schema for schema in prepared]  # what the compiler takes in a list
 
     def _prepare_map(self, schemas: Any, where: str, depth: int) -> dict[str, Any]:
         if not isinstance(schemas, Mapping):
@@ -199,6 +202,19 @@ class _Schemas:
             raise self._wrong(f"{where}.const", "is not of the type")
         return schema
 
+    def _with_patterns(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
+        """Patterns, and lengths as patterns: with lengths alone the compiler lets control characters into strings."""
+        if "pattern" in schema:
+            schema["pattern"] = written_in_json(schema["pattern"])
+        elif "string" in _kinds(schema) and schema.keys() & {"minLength", "maxLength"}:
+            fewest, most = schema.pop("minLength", 0), schema.pop("maxLength", None)
+            if most is not None and fewest > most:
+                raise self._wrong(f"{where}.minLength", "is above maxLength")
+            schema["pattern"] = json_text(fewest, most)
+        if isinstance(named := schema.get("patternProperties"), Mapping):
+            schema["patternProperties"] = {written_in_json(name): value for name, value in named.items()}
+        return schema
+
     def _wrong(self, where: str, what: str) -> InvalidRequest:
         place = f"{where.removeprefix('.')}: " if where else ""
         return InvalidRequest(f"{self._param}: {place}{what}", param=self._param, code="invalid_schema")
@@ -230,10 +246,21 @@ def _is_of(value: Any, kinds: Sequence[Any]) -> bool:
     return "object" in kinds
 
 
+def _rounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """The limits of integers as integers, which the compiler wants."""
+    if "integer" in _kinds(schema) and "number" not in _kinds(schema):
+        for key, whole in _ROUNDED.items():
+            if isinstance(limit := schema.get(key), float) and math.isfinite(limit):
+                schema[key] = whole(limit)
+    return schema
+
+
 def _opened(schema: dict[str, Any]) -> dict[str, Any]:
     """The compiler takes what is not named as forbidden, which suits objects with properties; where a schema says
-    nothing at all about its members it means anything."""
+    nothing at all about its members it means anything. ``oneOf`` it reads as anyOf too, but complains in the log."""
     kinds = _kinds(schema)
+    if "oneOf" in schema:
+        schema["anyOf"] = schema.pop("oneOf")
     if "array" in kinds and not schema.keys() & {"items", "prefixItems"}:
         schema["items"] = True
     required = schema.get("required", [])

@@ -112,14 +112,13 @@ class CallReader:
         if first == "[":
             yield from self.json_body()
             return
-        name, stop = yield from self.reader.text_until("[ARGS]", "[CALL_ID]", "{")
-        if stop == "[CALL_ID]":
-            _, stop = yield from self.reader.text_until("[ARGS]", "{")
-        if stop == "[ARGS]":
-            stop = yield from self.reader.after_space()
-        if stop != "{":
+        name = yield from self.reader.word()
+        if (yield from self.reader.try_literal("[CALL_ID]")):
+            yield from self.reader.word()
+        yield from self.reader.try_literal("[ARGS]")
+        if (yield from self.reader.after_space()) != "{":
             raise Malformed
-        self.start(name.strip())
+        self.start(name)
         yield from self.reader.json_value("{", self.deltas.arguments)
         self.end()
 
@@ -131,9 +130,11 @@ class CallReader:
         reader.give_back(first)
         if not (yield from reader.try_literal("<function=")):
             raise Malformed
-        name, _ = yield from reader.text_until(">")
-        self.start(name.strip())
-        properties = _properties(self.tools[name.strip()])
+        name = yield from reader.word()
+        if (yield from reader.after_space()) != ">":
+            raise Malformed
+        self.start(name)
+        properties = _properties(self.tools[name])
         opening = "{"
         while True:
             _, tag = yield from reader.text_until("<parameter=", "</function>")
@@ -174,10 +175,12 @@ class CallReader:
         if char != "[":
             raise Malformed
         while True:
-            name, _ = yield from reader.text_until("(")
+            name = yield from reader.word()
+            if (yield from reader.after_space()) != "(":
+                raise Malformed
             written = yield from self._python_arguments()
             arguments = _keywords(written)
-            self.start(name.strip())
+            self.start(name)
             self.deltas.arguments(arguments)
             self.end()
             char = yield from reader.after_space()

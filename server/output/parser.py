@@ -126,7 +126,8 @@ class OutputParser:
         return bool(char) and char in chars
 
     def _body(self, form: CallFormat, start: str) -> Reading[None]:
-        """Calls behind ``start``; it and what follows is content if it is none."""
+        """Calls behind ``start``; it and what follows is content if it is none, except that the character that does not
+        fit may begin a marker."""
         self._reader.mark()
         num_calls = self._deltas.num_calls
         read = self._call_reader
@@ -134,10 +135,11 @@ class OutputParser:
         try:
             yield from bodies.get(form.body, read.mistral_body)()
         except Malformed:
-            text = self._reader.since_mark()
-            follows_call = self._deltas.num_calls > num_calls
-            tell = self._begun if start or follows_call else self._deltas.content
             if not read.in_call:  # else all of it was told as arguments
+                if not self._cut:
+                    self._reader.give_back(self._reader.since_mark()[-1:])
+                text, follows_call = self._reader.since_mark(), self._deltas.num_calls > num_calls
+                tell = self._begun if start or follows_call else self._deltas.content
                 tell(text if follows_call else start + text)
             read.in_call = False
             return

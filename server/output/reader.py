@@ -90,6 +90,16 @@ class Reader:
             raise Malformed
         return "".join(text), found
 
+    def word(self) -> Reading[str]:
+        """The name that comes next, after white space; empty if none does."""
+        char = yield from self.after_space()
+        name: list[str] = []
+        while char.isalnum() or (char and char in "_.:-"):
+            name.append(char)
+            char = yield from self.next()
+        self.give_back(char)
+        return "".join(name)
+
     def try_literal(self, text: str) -> Reading[bool]:
         """Whether ``text`` comes next; if not, nothing was read, but what is left at the end of all text."""
         for position, expected in enumerate(text):

@@ -65,6 +65,31 @@ def test_what_was_compiled_is_cached_and_requests_do_not_share_their_place(sourc
 
 
 @pytest.mark.parametrize(
+    "limits",
+    [
+        {"maxLength": 5},
+        {"minLength": 2},
+        {"type": ["string", "null"], "maxLength": 300},
+        {"pattern": "^[^é]$"},
+        {"pattern": "^é?.{1,20000}$"},
+        {"pattern": r"^é?[\W\S]*$"},
+        {"pattern": r"^é?\s$"},
+        {"pattern": r"^é?[\t !-\]]+$"},
+    ],
+)
+def test_strings_have_no_character_that_json_must_escape(source: XGrammars, limits: Any) -> None:
+    constraint = source.compile(structural_tag(json_schema({"properties": {"a": limits}, "required": ["a"]})))
+    for char in b'{"a":"':
+        constraint.accept(char)
+    assert ord(" ") in allowed(constraint)
+    assert not {*range(32), ord("\\")} & allowed(constraint)
+    constraint.accept(ord(" "))
+    if ord('"') in allowed(constraint):  # the end of the string, not a part of it
+        constraint.accept(ord('"'))
+        assert ord("}") in allowed(constraint) and ord('"') not in allowed(constraint)
+
+
+@pytest.mark.parametrize(
     ("form", "reason"),
     [
         ({"type": "regex", "pattern": "a("}, "parenthesis"),

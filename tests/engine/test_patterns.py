@@ -1,8 +1,10 @@
 """Regular expressions of which the compiler would silently leave out a part are refused."""
 
+import re
+
 import pytest
 
-from radixserve.engine.patterns import dot_within_lines, flaw
+from radixserve.engine.patterns import dot_within_lines, flaw, json_text, written_in_json
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,34 @@ def test_what_json_can_write_in_another_way_is_kept(pattern: str) -> None:
 
 def test_a_dot_stays_within_a_line() -> None:
     assert dot_within_lines(r"a.b\.[.]") == r"a[^\n]b\.[.]"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (".", "a"),
+        ("[^a]", "b"),
+        (r"\S", "é"),
+        (r"\s", " "),
+        (r"\s", "\u3000"),
+        (r"\W", "-"),
+        (r"\D", "🙂"),
+        (r"[\s\S]", "x"),
+        (r"[!-\]]", "]"),
+        (r"[\x00-\u00ff]", "ÿ"),
+        (r"[^\d-]", "."),
+    ],
+)
+def test_classes_in_json_lose_what_json_must_escape_and_nothing_else(pattern: str, text: str) -> None:
+    written = re.compile(written_in_json(pattern))
+    assert written.fullmatch(text)
+    meant = re.compile(pattern, re.ASCII)
+    for char in map(chr, range(128)):
+        assert bool(written.fullmatch(char)) == bool(meant.fullmatch(char) and char >= " " and char not in '"\\'), char
+
+
+def test_what_needs_no_change_in_json_has_none() -> None:
+    for pattern in ("^[a-z]{2,5}$", r"(?:\d|\w)+\.[-a][a-]", "[éü]"):
+        assert written_in_json(pattern) == pattern
+    assert re.fullmatch(json_text(1, 2), "[]") and not re.fullmatch(json_text(1, 2), "abc")
+    assert re.fullmatch(json_text(1, None), "abc") and not re.fullmatch(json_text(1, None), "\t")

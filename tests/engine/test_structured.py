@@ -7,6 +7,9 @@ import pytest
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.structured import MAX_DEPTH, checked, json_schema, regex
 
+# A character that JSON writes without an escape.
+WRITTEN = r"[\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-" + "\U0010ffff]"
+
 
 def prepared(schema: Any) -> Any:
     return json_schema(schema)["json_schema"]
@@ -41,13 +44,26 @@ def prepared(schema: Any) -> Any:
             {"anyOf": [{"type": "integer"}, {"type": "array"}]},
             {"anyOf": [{"type": "integer"}, {"type": "array", "items": True}]},
         ),
-        ({"minLength": 3}, {"type": "string", "minLength": 3}),
+        ({"oneOf": [{"type": "integer"}, True]}, {"anyOf": [{"type": "integer"}, {}]}),
+        ({"minLength": 3}, {"type": "string", "pattern": f"{WRITTEN}{{3,}}"}),
+        ({"type": ["string", "null"], "maxLength": 3}, {"type": ["string", "null"], "pattern": f"{WRITTEN}{{0,3}}"}),
+        ({"pattern": "^.-[a-z]$"}, {"type": "string", "pattern": f"^{WRITTEN}-[a-z]$"}),
+        ({"patternProperties": {"^x.": True}}, {"patternProperties": {f"^x{WRITTEN}": True}}),
+        (
+            {"type": "integer", "minimum": -2.5, "exclusiveMaximum": 2.5},
+            {"type": "integer", "minimum": -2, "exclusiveMaximum": 3},
+        ),
+        (
+            {"type": "integer", "exclusiveMinimum": -2.5, "maximum": 2.5},
+            {"type": "integer", "exclusiveMinimum": -3, "maximum": 2},
+        ),
+        ({"prefixItems": [True, {"type": "null"}]}, {"prefixItems": [{}, {"type": "null"}]}),
         ({"minimum": 3}, {"type": "number", "minimum": 3}),
         ({"type": "string", "enum": ["a", 1, None]}, {"type": "string", "enum": ["a"]}),
         ({"type": ["integer", "null"], "enum": [1, 1.5, True, None]}, {"type": ["integer", "null"], "enum": [1, None]}),
         (
             {"type": "string", "format": "password", "minLength": 8},
-            {"type": "string", "format": "password", "minLength": 8},
+            {"type": "string", "format": "password", "pattern": f"{WRITTEN}{{8,}}"},
         ),
         ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}, "uniqueItems": False}),
     ],
@@ -73,6 +89,7 @@ def test_schemas_say_what_json_schema_means_by_silence(schema: Any, expected: An
         ({"type": "string", "maxLength": -1}, "maxLength: must be"),
         ({"type": "array", "minItems": True}, "minItems: must be"),
         ({"type": []}, "type: must name"),
+        ({"items": {"minLength": 3, "maxLength": 2}}, "items.minLength: is above maxLength"),
         ({"type": "number", "multipleOf": 0.5}, "multipleOf: is supported only for integers"),
         ({"multipleOf": 2}, "multipleOf: is supported only for integers"),
         ({"type": "string", "format": "date", "maxLength": 3}, "maxLength: is not supported beside format"),

@@ -80,6 +80,7 @@ TRANSCRIPTS: list[tuple[str | None, str, Said]] = [
         ("", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', []),
     ),
     ("hermes", "<tool_call>no json</tool_call> so", ("", "<tool_call>no json</tool_call> so", [])),
+    ("hermes", '<tool_call><tool_call>{"name": "now"}</tool_call>', ("", "<tool_call>", [("now", {})])),
     ("hermes", "a < b <tool_cal", ("", "a < b <tool_cal", [])),
     ("hermes", '<tool_call>{"name": "weather", "argu', ("", '<tool_call>{"name": "weather", "argu', [])),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os', ("", "", [("weather", '{"city": "Os')])),
@@ -125,6 +126,7 @@ TRANSCRIPTS: list[tuple[str | None, str, Said]] = [
         ("", "", [("weather", {"parts": [1, {"a": None}]})]),
     ),
     ("pythonic", "[1, 2] are numbers (both)", ("", "[1, 2] are numbers (both)", [])),
+    ("pythonic", "[<|python_start|>[now()]<|python_end|>", ("", "[", [("now", {})])),
     ("pythonic", "[weather(open('x'))]", ("", "[weather(open('x'))]", [])),
     (
         "mistral",
@@ -137,6 +139,7 @@ TRANSCRIPTS: list[tuple[str | None, str, Said]] = [
         ("", "Sure.", [("weather", {"days": 1}), ("now", {})]),
     ),
     ("mistral", 'x[TOOL_CALLS]other{"days": 1}', ("", 'x[TOOL_CALLS]other{"days": 1}', [])),
+    ("mistral", "It has [TOOL_CALLS] twice.[TOOL_CALLS]now{}", ("", "It has [TOOL_CALLS] twice.", [("now", {})])),
     ("phi", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', ("", "", [("now", {})])),
     ("phi", 'functools[{"name": "weather", "arguments": {"days": 1}}]', ("", "", [("weather", {"days": 1})])),
     ("phi", "the functools module", ("", "the functools module", [])),
@@ -218,6 +221,12 @@ def test_strings_of_xml_parameters_grow_as_they_come() -> None:
     run.feed("<tool_call><function=weather><parameter=city>\nNew")
     assert run.feed(' "Y\n') == [CallArguments(0, ' \\"Y')]
     assert run.feed("ork") == [CallArguments(0, "\\nork")]
+
+
+def test_text_in_brackets_is_not_held_back_for_a_call_that_never_comes() -> None:
+    run = parser("pythonic")
+    assert run.feed("[1") == []
+    assert run.feed(", 2] are") == [Content("[1, 2] are")]
 
 
 def test_prompt_that_ends_inside_reasoning_needs_no_tag() -> None:

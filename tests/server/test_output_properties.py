@@ -166,8 +166,8 @@ def answers(draw: st.DrawFn) -> Answer:
         reasoning = draw(_text)
         opened = ("" if thinking and draw(st.booleans()) else marks.start) + reasoning + marks.end
     form = CALLS[family]
-    if bare and not calls and before.lstrip(" \t\r\n")[:1] and before.lstrip(" \t\r\n")[0] in form.bare:
-        before = "x" + before
+    if form.bare and before.lstrip(" \t\r\n").startswith(tuple(form.bare)) and (not calls or '"' in before):
+        before = "x" + before  # else it is the beginning of a call, up to the end of a string
     text = opened + before + (write(calls) if calls else "")
     return Answer(text, reasoning, before, calls, bare, lambda: OutputParser(marks, form, TOOLS, thinking=thinking))
 
