@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from radixserve.configs.options import OPTIONS
 from radixserve.configs.sources import file_layer, merge
+from radixserve.server.cli import COMMANDS
+from radixserve.server.commands.client import split_serve_options
+from radixserve.server.commands.serve import parse_flags, read_config
 from radixserve.tests.e2e.server_process import RunningServer
 
 ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SERVER = re.compile(r"(?:http://)?(?:localhost|127\.0\.0\.1):8000")
 
@@ -34,7 +39,7 @@ class Block:
 
 def blocks(language: str) -> list[Block]:
     found = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in _BLOCK.finditer(text):
             if match[1] == language:
@@ -90,11 +95,93 @@ def test_toml_of_the_pages_is_a_configuration(block: Block, tmp_path: Path) -> N
     merge([file_layer(file)])
 
 
-def test_flags_of_the_pages_exist() -> None:
-    known = {option.flag for option in OPTIONS.values()} | {"--config", "--preset", "--print-config", "--help"}
-    serves = [line for block in blocks("sh") for line in block.code.splitlines() if line.startswith("radixserve serve")]
-    used = {word.partition("=")[0] for line in serves for word in shlex.split(line, comments=True) if word[:2] == "--"}
-    assert used and used - known == set()
+@pytest.mark.parametrize("block", blocks("json"), ids=name_of)
+def test_json_of_the_pages_is_json(block: Block) -> None:
+    assert json.loads(block.code)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a page that calls us; ``words`` are those behind ``radixserve``, without redirections."""
+
+    page: str
+    line: str
+    words: list[str]
+
+
+def commands() -> list[Command]:
+    lines = [(block.page, line) for block in blocks("sh") for line in block.code.splitlines()]
+    for page in PAGES:
+        lines += [(page.name, line) for line in re.findall(r"^    (radixserve .*)$", page.read_text(), re.MULTILINE)]
+    found = []
+    for page_name, line in lines:
+        called = re.search(rf"\bradixserve ((?:{'|'.join(COMMANDS)})\b[^<>|)]*)", line)
+        if called is not None:
+            found.append(Command(page_name, line, shlex.split(called[1], comments=True)))
+    return found
+
+
+def name_of_command(command: Command) -> str:
+    return f"{command.page}:{'_'.join(command.words)}"
+
+
+@pytest.mark.parametrize("command", commands(), ids=name_of_command)
+def test_commands_of_the_pages_are_understood(command: Command) -> None:
+    words = command.words
+    own, served = split_serve_options(words)
+    match own:
+        case ["serve", *flags]:
+            served = flags
+        case ["bench", "serve", *flags]:
+            import_module("radixserve.server.bench.serve").build_parser().parse_args(flags)
+        case ["bench", benchmark, *flags]:
+            _, served = import_module(f"radixserve.server.bench.{benchmark}").build_parser().parse_known_args(flags)
+        case [name, *flags]:
+            import_module(f"radixserve.server.commands.{name}").build_parser().parse_args(flags)
+    read_config(parse_flags(served), {})
+
+
+# Of what cannot be run here, for it downloads a model or serves until it is stopped, the test above checks the flags.
+LOCAL = {
+    'radixserve complete "The capital of France is" --max-tokens 8': "Paris",
+    "radixserve chat  ": "",
+    "radixserve models smollm2-135m-instruct": "parameters    134.5 million",
+    "radixserve doctor --port 8000": "the default model, smollm2-135m-instruct, is installed",
+    "printf 'Name a colour.\\nAnother one.\\n/stats\\n' | radixserve chat --url http://localhost:8000": "TTFT",
+    "radixserve complete --url http://localhost:8000 --stats < prompt.txt": "Paris",
+    "radixserve bench serve --url http://localhost:8000 --clients 16,64,256 --plot clients.png": "ttft_p50_ms",
+}
+# These load torch or a model once more, for what tests/commands tries with a small one.
+SLOW_COMMANDS = ('radixserve complete "', "radixserve chat  ", "radixserve doctor")
+# So that a load takes seconds; everything else of the line is as it stands on the page.
+SMALL_LOAD = " --requests 2 --prompt-words 4 --max-tokens 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        pytest.param(line, printed, marks=[pytest.mark.soak] if line.startswith(SLOW_COMMANDS) else [], id=line[:50])
+        for line, printed in LOCAL.items()
+    ],
+)
+def test_commands_of_the_pages_work(line: str, printed: str, server: RunningServer, tmp_path: Path) -> None:
+    assert any(command.line.startswith(line) for command in commands()), "no longer on a page"
+    (tmp_path / "radixserve").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m radixserve.server.cli "$@"\n')
+    (tmp_path / "radixserve").chmod(0o755)
+    (tmp_path / "prompt.txt").write_text("The capital of France is\n")
+    done = subprocess.run(
+        ["sh", "-c", for_server(line, server) + (SMALL_LOAD if "bench" in line else "")],
+        stdin=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and printed in done.stdout, done.stderr
+    assert ("--stats" in line) == ("TTFT" in done.stderr)
+    if "--plot" in line:
+        assert (tmp_path / "clients.png").stat().st_size > 10_000
 
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
