@@ -30,7 +30,8 @@ Secret = Annotated[SecretStr, PlainSerializer(_dump_secret, when_used="json")]
 class OptionGroup(BaseModel):
     """Options that belong together; the docstring of a group is its heading in help and documentation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    # JSON, in which children get their options, has no infinity.
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @classmethod
     def title(cls) -> str:

@@ -43,9 +43,9 @@ class ResponsesAnswer(BlockAnswer):
 
     def start(self, block: Block) -> bytes:
         frame = self._event("response.output_item.added", output_index=block.index, item=self._item(block, None))
-        return (
-            frame if block.call else frame + self._block_event("response.content_part.added", block, part=_part(block))
-        )
+        if block.call is None:
+            frame += self._block_event("response.content_part.added", block, part=_part(block))
+        return frame
 
     def more(self, block: Block, text: str) -> bytes:
         return self._block_event(_DELTAS[block.kind] + ".delta", block, delta=text)
@@ -69,9 +69,9 @@ class ResponsesAnswer(BlockAnswer):
     def failure(self, error: RequestFailed) -> bytes:
         if self._blocks:
             self._blocks[-1].cut = True
-        code = {429: "rate_limit_exceeded"}.get(
-            error.status, "server_error" if error.status >= 500 else "invalid_prompt"
-        )
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        if error.status == 429:
+            code = "rate_limit_exceeded"
         fault = {"code": code, "message": error.message}
         return self._event("response.failed", response=self._response(None, "failed") | {"error": fault})
 

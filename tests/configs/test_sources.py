@@ -96,6 +96,10 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_left_alone
             environment_layer({"RADIXSERVE_PAGE_SIZE": "65"}),
             "RADIXSERVE_PAGE_SIZE: '65' is not allowed, it should be less than or equal to 64",
         ),
+        (
+            flag_layer({"watchdog_timeout": "inf"}),
+            "--watchdog-timeout: 'inf' is not allowed, it should be a finite number",
+        ),
         (flag_layer({"device": "gpu"}), "--device: 'gpu' is not allowed, it should be 'auto', 'cpu' or 'cuda'"),
     ],
 )
