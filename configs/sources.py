@@ -91,6 +91,9 @@ def merge(layers: Iterable[Layer]) -> ServeConfig:
             if name not in origin:
                 values[name] = _prepare(name, value)
                 origin[name] = layer.where(name)
+                if name in SECRET_OPTIONS and value != [] and values[name] == ():
+                    # As from --api-key "$KEY" without that variable: nobody wants an open server then.
+                    raise OptionError(f"{origin[name]} has no key in it; leave it out to let everyone in")
     try:
         return ServeConfig.model_validate(values)
     except ValidationError as error:

@@ -174,6 +174,16 @@ def test_api_keys_show_nowhere_but_to_our_own_processes(option: str, tmp_path: P
     assert "k-secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("option", ["api_key", "admin_api_key"])
+def test_a_key_that_is_empty_does_not_open_the_server(option: str, tmp_path: Path) -> None:
+    for layer in (flag_layer({option: [""]}), environment_layer({f"RADIXSERVE_{option.upper()}": " "})):
+        with pytest.raises(OptionError, match="has no key in it"):
+            merge([layer])
+    with pytest.raises(OptionError, match=f"key {option} in .* has no key in it"):
+        merge([toml(tmp_path, f'{option} = ""')])
+    assert merge([toml(tmp_path, f"{option} = []")]) == ServeConfig()
+
+
 def test_so_many_threads_that_nothing_else_could_start_are_refused() -> None:
     with pytest.raises(OptionError, match="--cpu-threads: '100000' is not allowed.*1024"):
         merge([flag_layer({"cpu_threads": "100000"})])
