@@ -45,7 +45,7 @@ FAILED = "the model could not be loaded; the server's log says why"
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``status``: ok, loading, stuck, dead or failed. ``progress`` in 0..1 while loading."""
+    """``status``: ok, loading, stuck, dead, failed or (a frontend) draining; ``progress`` in 0..1 while loading."""
 
     status: str
     reason: str = ""

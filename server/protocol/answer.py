@@ -71,7 +71,8 @@ class Answer(Frames):
         """The choice in its last chunk."""
 
     @abstractmethod
-    def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any]: ...
+    def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any] | None:
+        """Of ``tokens``, where logprobs were asked for."""
 
     def answer_fields(self, choice: Choice) -> dict[str, Any]:
         """What stands beside ``choices`` in the whole answer, or in a choice's first chunk."""
@@ -96,7 +97,7 @@ class Answer(Frames):
         if self._plain:
             return self._plain_frame(choice.index, Content, text) if text else b""
         piece = self.piece(choice.index, text)
-        has_tokens = self._add_tokens(piece, choice)
+        has_tokens = self.add_tokens(piece, choice)
         return self._frame(piece, choice, {}) if text or has_tokens else b""
 
     def _delta_frames(self, choice: Choice) -> bytes:
@@ -106,7 +107,7 @@ class Answer(Frames):
             return b"".join([self._delta_frame(choice, delta) for delta in deltas])
         pieces = [self.delta_piece(choice.index, delta) for delta in deltas]
         first = pieces[0] if pieces else self.piece(choice.index, "")
-        if self._add_tokens(first, choice) and not pieces:
+        if self.add_tokens(first, choice) and not pieces:
             pieces.append(first)
         return b"".join([self._frame(piece, choice, {}) for piece in pieces])
 
@@ -115,7 +116,7 @@ class Answer(Frames):
             return self._plain_frame(choice.index, type(delta), delta.text)
         return self._frame(self.delta_piece(choice.index, delta), choice, {})
 
-    def _add_tokens(self, piece: dict[str, Any], choice: Choice) -> bool:
+    def add_tokens(self, piece: dict[str, Any], choice: Choice) -> bool:
         """Logprobs and ids of new tokens, as far as they were asked for; false if there are none."""
         tokens, ids = choice.take_logprobs(), choice.take_ids()
         if self._request.num_logprobs is not None:

@@ -24,10 +24,7 @@ class ChatAnswer(Answer):
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = self._message(choice)
         whole: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
-        if self._request.num_logprobs is not None:
-            whole["logprobs"] = self.shape_logprobs(choice, choice.take_logprobs())
-        if self._wants_ids:
-            whole["token_ids"] = choice.take_ids()
+        self.add_tokens(whole, choice)
         return whole | self.finish_fields(choice)
 
     def _message(self, choice: Choice) -> dict[str, Any]:

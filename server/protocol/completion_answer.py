@@ -20,28 +20,19 @@ class CompletionAnswer(Answer):
         self._echo = request.echo
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        logprobs = None if self._request.num_logprobs is None else CompletionLogprobs(self._vocabulary)
-        if logprobs is not None and self._echo:
-            logprobs.add_prompt(prompt_ids(choice), choice.prompt_logprobs)
-        text = self._echoed(choice)
-        if logprobs is not None:
-            logprobs.add(choice.take_logprobs(), len(text))
-        text += choice.take_text()
-        whole = {"index": choice.index, "text": text, "logprobs": logprobs and logprobs.as_dict()}
+        text = self._echoed(choice) + choice.take_text()
+        logprobs = self._logprobs(choice, choice.take_logprobs(), with_prompt=self._echo)
+        whole = {"index": choice.index, "text": text, "logprobs": logprobs}
         if self._wants_ids:
             whole["token_ids"] = choice.take_ids()
         return whole | self.finish_fields(choice) | self.prompt_fields(choice)
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         fields = self.prompt_fields(choice)
-        if not self._echo:
-            return self.piece(choice.index, "") | fields if fields else None
-        chunk = self.piece(choice.index, self._echoed(choice))
-        if self._request.num_logprobs is not None:
-            logprobs = CompletionLogprobs(self._vocabulary)
-            logprobs.add_prompt(prompt_ids(choice), choice.prompt_logprobs)
-            chunk["logprobs"] = logprobs.as_dict()
-        return chunk | fields
+        if not (self._echo or fields):
+            return None
+        logprobs = self._logprobs(choice, [], with_prompt=True) if self._echo else None
+        return self.piece(choice.index, self._echoed(choice)) | {"logprobs": logprobs} | fields
 
     def piece(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
@@ -49,8 +40,15 @@ class CompletionAnswer(Answer):
     def ending(self, choice: Choice) -> dict[str, Any]:
         return self.piece(choice.index, "") | self.finish_fields(choice)
 
-    def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any]:
+    def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any] | None:
+        return self._logprobs(choice, tokens, with_prompt=False)
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[LogprobToken], *, with_prompt: bool) -> dict[str, Any] | None:
+        if self._request.num_logprobs is None:
+            return None
         logprobs = CompletionLogprobs(self._vocabulary)
+        if with_prompt:
+            logprobs.add_prompt(prompt_ids(choice), choice.prompt_logprobs)
         logprobs.add(tokens, len(self._echoed(choice)))
         return logprobs.as_dict()
 
