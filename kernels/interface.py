@@ -87,6 +87,18 @@ class AttentionKernel(Protocol):
         ...
 
 
+class PlannedAttention(AttentionKernel, Protocol):
+    """An attention kernel that can take some sequences of a step, and leave the rest to another."""
+
+    def plan_from(self, layout: BatchLayout, first: int) -> None:
+        """As ``plan``, for the sequences ``first ..`` only."""
+        ...
+
+    def run_into(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, window: int | None = None) -> None:
+        """As ``run``, with the queries of the planned sequences only, into ``out`` [queries, q_heads, D]."""
+        ...
+
+
 class Ops(Protocol):
     """Pointwise and small fused operations of a transformer layer. Where the native CPU kernels are in use, weights may
     be packed (``packing.py``): uint8 [out, bytes a row]."""

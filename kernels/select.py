@@ -7,15 +7,23 @@ from functools import partial
 
 import torch
 
-from radixserve.kernels.interface import AttentionKernel, AttentionShape, DecodeInputs, DrawKernel, Ops
+from radixserve.kernels.interface import (
+    AttentionKernel,
+    AttentionShape,
+    DecodeInputs,
+    DrawKernel,
+    Ops,
+    PlannedAttention,
+)
 from radixserve.kernels.invariant import InvariantAttention, InvariantOps
 from radixserve.kernels.native_library import NativeUnavailable, load_native
 from radixserve.kernels.native_ops import NativeOps
 from radixserve.kernels.torch_attention import TorchAttention
 from radixserve.kernels.torch_ops import TorchOps
 
-# What FlashInfer has kernels for.
-_HEAD_DIMS = (64, 128, 256)
+# What FlashInfer and the Triton kernels are compiled for.
+_FLASHINFER_DIMS = (64, 128, 256)
+_TRITON_DIMS = range(64, 257, 16)
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 # Query heads that share a key-value head: the rows of one tensor-core product.
 _MAX_GROUP = 16
@@ -87,39 +95,50 @@ def select_attention(
     ``BackendUnavailable``."""
     if deterministic:
         return _invariant_attention(backend, shape, device, max_seqs)
-    fits = _fits_cuda(shape, device)
+    fits = _fits_cuda(backend, shape, device)
     if backend == "torch" or (backend == "auto" and not fits):
         return TorchAttention(shape, device, reads_shared=reads_shared)
     if not fits:
         raise BackendUnavailable(
             f"attention backend {backend!r} needs a CUDA device, bfloat16 or float16, and heads of "
-            f"{', '.join(map(str, _HEAD_DIMS))} values; here are {device.type}, {shape.dtype} and {shape.head_dim}. "
+            f"{_head_dims(backend, shape)} values; here are {device.type}, {shape.dtype} and {shape.head_dim}. "
             f"Use --attention-backend torch"
         )
     return _cuda_attention(backend, shape, device, max_seqs, reads_shared)
 
 
-def _fits_cuda(shape: AttentionShape, device: torch.device) -> bool:
-    return device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in _HEAD_DIMS
+def _fits_cuda(backend: str, shape: AttentionShape, device: torch.device) -> bool:
+    dims = _FLASHINFER_DIMS if _is_flashinfer(backend, shape) else _TRITON_DIMS
+    return device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in dims
+
+
+def _is_flashinfer(backend: str, shape: AttentionShape) -> bool:
+    """Whether all is left to FlashInfer."""
+    return backend == "flashinfer" or shape.num_heads // shape.num_kv_heads > _MAX_GROUP
+
+
+def _head_dims(backend: str, shape: AttentionShape) -> str:
+    """For people."""
+    if _is_flashinfer(backend, shape):
+        return ", ".join(map(str, _FLASHINFER_DIMS))
+    return f"{_TRITON_DIMS[0]} to {_TRITON_DIMS[-1]}, by {_TRITON_DIMS.step},"
 
 
 def _invariant_attention(backend: str, shape: AttentionShape, device: torch.device, max_seqs: int) -> AttentionKernel:
     if device.type == "cpu" and backend in ("auto", "torch"):
         return InvariantAttention(shape, device)
-    if _fits_cuda(shape, device) and backend in ("auto", "triton"):
+    if _fits_cuda("triton", shape, device) and backend in ("auto", "triton"):
         from radixserve.kernels.cuda_invariant import InvariantCudaAttention
 
         return InvariantCudaAttention(shape, max_seqs, device, pdl=_has_pdl(device))
     raise BackendUnavailable(
         f"--deterministic needs --attention-backend auto and, on a GPU, --dtype bfloat16 or float16 and heads of "
-        f"{', '.join(map(str, _HEAD_DIMS))} values; here are {backend}, {device.type}, {shape.dtype} and "
+        f"{_head_dims('triton', shape)} values; here are {backend}, {device.type}, {shape.dtype} and "
         f"{shape.head_dim}"
     )
 
 
-def _cuda_attention(
-    backend: str, shape: AttentionShape, device: torch.device, max_seqs: int, reads_shared: bool
-) -> AttentionKernel:
+def _flashinfer(shape: AttentionShape, device: torch.device) -> PlannedAttention:
     try:
         from radixserve.kernels.flashinfer_attention import FlashInferAttention
     except ImportError as error:
@@ -127,9 +146,15 @@ def _cuda_attention(
             f"attention on CUDA needs FlashInfer, which cannot be imported ({error}): install radixserve[cuda], or use "
             f"--attention-backend torch"
         ) from error
-    chunks = FlashInferAttention(shape, device)
-    if backend == "flashinfer" or shape.num_heads // shape.num_kv_heads > _MAX_GROUP:
-        return chunks
+    return FlashInferAttention(shape, device)
+
+
+def _cuda_attention(
+    backend: str, shape: AttentionShape, device: torch.device, max_seqs: int, reads_shared: bool
+) -> AttentionKernel:
+    if _is_flashinfer(backend, shape):
+        return _flashinfer(shape, device)
+    chunks = _flashinfer(shape, device) if shape.head_dim in _FLASHINFER_DIMS else None
     from radixserve.kernels.split_attention import SplitAttention
     from radixserve.kernels.triton_attention import TritonDecodeAttention
     from radixserve.kernels.triton_extend import TritonExtendAttention

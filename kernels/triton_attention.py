@@ -65,9 +65,8 @@ class TritonDecodeAttention:
         softcap: float | None = None,
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        assert head_dim == triton.next_power_of_2(head_dim) and q_heads % kv_heads == 0
-        assert q_heads // kv_heads <= ROWS
-        self.kv_heads, self.head_dim = kv_heads, head_dim
+        assert q_heads % kv_heads == 0 and q_heads // kv_heads <= ROWS
+        self.kv_heads, self.head_dim, self.width = kv_heads, head_dim, triton.next_power_of_2(head_dim)
         self.group = q_heads // kv_heads
         self.group_rows = triton.next_power_of_2(self.group)
         tuning = tuning or DecodeTuning()
@@ -134,6 +133,7 @@ class TritonDecodeAttention:
             GROUP=self.group,
             GROUP_ROWS=self.group_rows,
             D=self.head_dim,
+            WIDTH=self.width,
             PAGE=layout.page_size,
             UNIT=UNIT,
             START_UNITS=self.tuning.start_units,

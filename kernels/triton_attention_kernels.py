@@ -60,8 +60,14 @@ def _unseen(kv_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def inside(rows, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Mask of [len(rows), WIDTH] entries: those of the ``rows`` that are there, and the first D of each."""
+    return rows[:, None] if D == WIDTH else rows[:, None] & (tl.arange(0, WIDTH) < D)[None, :]
+
+
+@triton.jit
 def attend(
-    q,  # [ROWS, D]
+    q,  # [ROWS, WIDTH], 0 from D on
     k_ptr,  # one KV head of the cache, [slots, D] with slot_stride
     v_ptr,
     table_row_ptr,  # int32 [pages of the sequence]
@@ -70,24 +76,25 @@ def attend(
     scale,  # of q . k, so that the score is in units of log(2); with SOFTCAP, that it is twice what tanh gets
     slot_stride,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two >= D
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     SOFTCAP: tl.constexpr,  # scores lie in (-SOFTCAP, SOFTCAP), in units of log(2); 0: anywhere
 ):
-    """Online softmax over a token range. Returns unnormalized output [ROWS, D], maximum and sum [ROWS] (base 2)."""
-    dim = tl.arange(0, D)
+    """Online softmax over a token range. Returns unnormalized output [ROWS, WIDTH], maximum and sum [ROWS] (base 2)."""
+    dim = tl.arange(0, WIDTH)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK)
         valid = token < end
         page = tl.load(table_row_ptr + token // PAGE, mask=valid, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         offset = slot[:, None] * slot_stride + dim[None, :]
-        k = tl.load(k_ptr + offset, mask=valid[:, None], other=0.0)
+        k = tl.load(k_ptr + offset, mask=inside(valid, D, WIDTH), other=0.0)
         score = tl.dot(q, tl.trans(k)) * scale
         if SOFTCAP > 0:  # a float is no condition to Triton
             score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score) + 1)  # SOFTCAP * tanh
@@ -96,7 +103,7 @@ def attend(
         shrink = tl.exp2(top - new_top)
         weight = tl.exp2(score - new_top[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        v = tl.load(v_ptr + offset, mask=valid[:, None], other=0.0)
+        v = tl.load(v_ptr + offset, mask=inside(valid, D, WIDTH), other=0.0)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
         top = new_top
     return acc, top, total
@@ -111,6 +118,7 @@ def prefetch_first_block(
     kv_len,
     slot_stride,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -118,7 +126,7 @@ def prefetch_first_block(
     if kv_len > begin:
         token = tl.minimum(begin + tl.arange(0, BLOCK), kv_len - 1)
         slot = tl.load(table_row_ptr + token // PAGE).to(tl.int64) * PAGE + token % PAGE
-        offset = slot[:, None] * slot_stride + tl.arange(0, D // 64)[None, :] * 64
+        offset = slot[:, None] * slot_stride + tl.minimum(tl.arange(0, WIDTH // 64) * 64, D - 1)[None, :]
         for base in tl.static_range(2):
             address = ((k_ptr if base == 0 else v_ptr) + offset).to(tl.int64)
             tl.inline_asm_elementwise(
@@ -139,14 +147,15 @@ def _merge(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     PARTS: tl.constexpr,  # loaded at once
 ):
     """Join the parts of one sequence and head in the order of their slices."""
     row = tl.arange(0, GROUP_ROWS)
-    dim = tl.arange(0, D)
+    dim = tl.arange(0, WIDTH)
     top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
-    acc = tl.zeros([GROUP_ROWS, D], tl.float32)
+    acc = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
     for start in range(first, last + 1, PARTS):
         for ahead in tl.static_range(PARTS):
             piece = start + ahead
@@ -154,17 +163,16 @@ def _merge(
             line = (tl.where(piece == first, first_part, 2 * piece) * KV_HEADS + head) * GROUP_ROWS + row
             # Past the L1 cache, which is not coherent: other blocks wrote these.
             lse = tl.load(part_lse_ptr + line, mask=live, other=float("-inf"), cache_modifier=".cg")
-            part = tl.load(
-                part_out_ptr + line[:, None] * D + dim[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
-            )
+            spot = line[:, None] * D + dim[None, :]
+            part = tl.load(part_out_ptr + spot, mask=inside(live, D, WIDTH), other=0.0, cache_modifier=".cg")
             new_top = tl.maximum(top, lse)
             shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
             acc = acc * shrink[:, None] + part * weight[:, None]
             total = total * shrink + weight
             top = new_top
     result = acc / total[:, None]
-    spot = out_ptr + row[:, None] * D + dim[None, :]
-    tl.store(spot, result.to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
+    out_ptrs = out_ptr + row[:, None] * D + dim[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside(row < GROUP, D, WIDTH))
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_slices", "table_stride"])
@@ -189,6 +197,7 @@ def decode(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
     START_UNITS: tl.constexpr,
@@ -213,7 +222,7 @@ def decode(
     begin = (piece.to(tl.int64) * total // used).to(tl.int32)
     end = tl.minimum(((piece + 1).to(tl.int64) * total // used).to(tl.int32), total)
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, D)
+    dim = tl.arange(0, WIDTH)
     spot = row[:, None] * D + dim[None, :]
     k_head_ptr = k_ptr + head * D
     v_head_ptr = v_ptr + head * D
@@ -231,6 +240,7 @@ def decode(
                 first_kv_len,
                 KV_HEADS * D,
                 D,
+                WIDTH,
                 PAGE,
                 BLOCK,
             )
@@ -243,7 +253,7 @@ def decode(
         tokens_begin = seq_begin + start_units(kv_len, START_UNITS)
         stop = tl.minimum(end, seq_end)
         group = (seq.to(tl.int64) * KV_HEADS + head) * GROUP * D
-        q = tl.load(q_ptr + group + spot, mask=(row < GROUP)[:, None], other=0.0)
+        q = tl.load(q_ptr + group + spot, mask=inside(row < GROUP, D, WIDTH), other=0.0)
         acc, top, weight = attend(
             q,
             k_head_ptr,
@@ -254,6 +264,7 @@ def decode(
             scale,
             KV_HEADS * D,
             D,
+            WIDTH,
             PAGE,
             ROWS,
             BLOCK,
@@ -263,11 +274,11 @@ def decode(
         weight = tl.maximum(weight, 1e-30)
         result = acc / weight[:, None]
         if (position <= tokens_begin) & (stop == seq_end):
-            tl.store(out_ptr + group + spot, result.to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
+            tl.store(out_ptr + group + spot, result.to(out_ptr.dtype.element_ty), mask=inside(row < GROUP, D, WIDTH))
         elif stop > tokens_begin:
             part = 2 * piece + (seq_begin > begin).to(tl.int32)
             line = (part * KV_HEADS + head) * GROUP_ROWS
-            tl.store(part_out_ptr + line * D + spot, result, mask=(row < GROUP_ROWS)[:, None])
+            tl.store(part_out_ptr + line * D + spot, result, mask=inside(row < GROUP_ROWS, D, WIDTH))
             tl.store(part_lse_ptr + line + row, top + tl.log2(weight), mask=row < GROUP_ROWS)
             # Unit u belongs to slice ((u + 1) * used - 1) // total.
             first = (((tokens_begin + 1).to(tl.int64) * used - 1) // total).to(tl.int32)
@@ -290,6 +301,7 @@ def decode(
                     GROUP,
                     GROUP_ROWS,
                     D,
+                    WIDTH,
                     PARTS,
                 )
                 tl.store(arrived_ptr + seq * KV_HEADS + head, 0)

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from radixserve.kernels.interface import BatchLayout
 from radixserve.kernels.triton_attention import in_powers_of_two
+from radixserve.kernels.triton_attention_kernels import inside
 
 _ROWS = 64  # of a tile: pairs of token and query head; 128 are no faster in steps of up to 2,048 tokens
 _KEY_VALUES = 64 * 128  # of the keys that are loaded at once
@@ -32,7 +33,7 @@ class TritonExtendAttention:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
-        assert head_dim == triton.next_power_of_2(head_dim) and q_heads % kv_heads == 0
+        assert q_heads % kv_heads == 0
         self._kv_heads, self._group, self._head_dim, self._pdl = kv_heads, q_heads // kv_heads, head_dim, pdl
         self._scale, self._softcap = in_powers_of_two(head_dim, scale, softcap)
 
@@ -67,10 +68,11 @@ class TritonExtendAttention:
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             D=self._head_dim,
+            WIDTH=triton.next_power_of_2(self._head_dim),
             PAGE=layout.page_size,
             CHUNKS=triton.next_power_of_2(chunks),
             ROWS=_ROWS,
-            KEYS=min(64, _KEY_VALUES // self._head_dim),
+            KEYS=min(64, _KEY_VALUES // triton.next_power_of_2(self._head_dim)),
             WINDOW=window or 0,
             SOFTCAP=self._softcap,
             PDL=self._pdl,
@@ -96,6 +98,7 @@ def _extend(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two >= D
     PAGE: tl.constexpr,
     CHUNKS: tl.constexpr,  # a power of two >= chunks
     ROWS: tl.constexpr,
@@ -126,16 +129,16 @@ def _extend(
         kv_len = tl.load(kv_lens_ptr + first + mine)
         table_row_ptr = table_ptr + tl.load(rows_ptr + first + mine).to(tl.int64) * table_stride
         row = first_row + tl.arange(0, ROWS)
-        dim = tl.arange(0, D)
+        dim = tl.arange(0, WIDTH)
         token = row // GROUP
         position = kv_len - count + token
         line = (begin + token).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
         spot = line[:, None] * D + dim[None, :]
-        live = (token < count)[:, None]
+        live = inside(token < count, D, WIDTH)
         q = tl.load(q_ptr + spot, mask=live, other=0.0)
         top = tl.full([ROWS], -1e30, tl.float32)  # finite, since a window may leave a row none of the first keys
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, D], tl.float32)
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
         end = tl.minimum(kv_len, kv_len - count + (first_row + ROWS - 1) // GROUP + 1)
         begin_key = tl.maximum(kv_len - count + first_row // GROUP - WINDOW + 1, 0) // KEYS * KEYS if WINDOW else 0
         for base in tl.range(begin_key, end, KEYS, num_stages=3):
@@ -143,7 +146,7 @@ def _extend(
             page = tl.load(table_row_ptr + key // PAGE, mask=key < end, other=0)
             slot = page.to(tl.int64) * PAGE + key % PAGE
             offset = (slot[:, None] * KV_HEADS + head) * D + dim[None, :]
-            k = tl.load(k_ptr + offset, mask=(key < end)[:, None], other=0.0)
+            k = tl.load(k_ptr + offset, mask=inside(key < end, D, WIDTH), other=0.0)
             score = tl.dot(q, tl.trans(k)) * scale
             if SOFTCAP > 0:
                 score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score) + 1)  # SOFTCAP * tanh
@@ -155,7 +158,7 @@ def _extend(
             shrink = tl.exp2(top - new_top)
             weight = tl.exp2(score - new_top[:, None])
             total = total * shrink + tl.sum(weight, 1)
-            v = tl.load(v_ptr + offset, mask=(key < end)[:, None], other=0.0)
+            v = tl.load(v_ptr + offset, mask=inside(key < end, D, WIDTH), other=0.0)
             acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
             top = new_top
         # Padding may have no keys at all.

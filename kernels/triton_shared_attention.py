@@ -114,6 +114,7 @@ class TritonSharedAttention:
             GROUP_ROWS=plain.group_rows,
             MEMBERS=self.rule.tile_members,
             D=plain.head_dim,
+            WIDTH=plain.width,
             PAGE=layout.page_size,
             UNIT=UNIT,
             START_UNITS=tuning.start_units,

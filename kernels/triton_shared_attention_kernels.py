@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from radixserve.kernels.triton_attention_kernels import attend, prefetch_first_block, start_units
+from radixserve.kernels.triton_attention_kernels import attend, inside, prefetch_first_block, start_units
 
 
 @triton.jit
@@ -42,13 +42,14 @@ def _merge_rows(
     own_step,
     ROWS: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     PARTS: tl.constexpr,  # loaded at once
 ):
     """Join the parts of each row in the order of its tokens. Rows without parts come out as NaN."""
-    dim = tl.arange(0, D)
+    dim = tl.arange(0, WIDTH)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
     num_parts = prefix_parts + own_parts
     for start in range(0, tl.max(num_parts, 0), PARTS):
         for ahead in tl.static_range(PARTS):
@@ -59,7 +60,7 @@ def _merge_rows(
             # Past the L1 cache, which is not coherent: other blocks wrote these.
             lse = tl.load(part_lse_ptr + line, mask=live, other=float("-inf"), cache_modifier=".cg")
             spot = line[:, None] * D + dim[None, :]
-            value = tl.load(part_out_ptr + spot, mask=live[:, None], other=0.0, cache_modifier=".cg")
+            value = tl.load(part_out_ptr + spot, mask=inside(live, D, WIDTH), other=0.0, cache_modifier=".cg")
             new_top = tl.maximum(top, lse)
             shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
             acc = acc * shrink[:, None] + value * weight[:, None]
@@ -96,6 +97,7 @@ def decode_shared(
     GROUP_ROWS: tl.constexpr,
     MEMBERS: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
     START_UNITS: tl.constexpr,
@@ -122,7 +124,7 @@ def decode_shared(
     position = (piece.to(tl.int64) * total // used).to(tl.int32)
     end = tl.minimum(((piece + 1).to(tl.int64) * total // used).to(tl.int32), total)
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, D)
+    dim = tl.arange(0, WIDTH)
     own_step = KV_HEADS * GROUP_ROWS
     prefix_step = KV_HEADS * ROWS
     if PDL:
@@ -141,6 +143,7 @@ def decode_shared(
                 first_kv_len,
                 KV_HEADS * D,
                 D,
+                WIDTH,
                 PAGE,
                 BLOCK,
             )
@@ -159,7 +162,7 @@ def decode_shared(
         query = row % GROUP
         spot = (seq.to(tl.int64) * KV_HEADS + head) * GROUP + query
         spots = spot[:, None] * D + dim[None, :]
-        q = tl.load(q_ptr + spots, mask=exists[:, None], other=0.0)
+        q = tl.load(q_ptr + spots, mask=inside(exists, D, WIDTH), other=0.0)
         acc, top, weight = attend(
             q,
             k_ptr + head * D,
@@ -170,6 +173,7 @@ def decode_shared(
             scale,
             KV_HEADS * D,
             D,
+            WIDTH,
             PAGE,
             ROWS,
             BLOCK,
@@ -180,12 +184,12 @@ def decode_shared(
         result = acc / weight[:, None]
         place = tl.load(places_ptr + any_seq)
         if (position <= tokens_begin) & (stop == item_end) & (place < 0):
-            tl.store(out_ptr + spots, result.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+            tl.store(out_ptr + spots, result.to(out_ptr.dtype.element_ty), mask=inside(exists, D, WIDTH))
         elif stop > tokens_begin:
             own_line = (item + piece) * own_step + head * GROUP_ROWS
             prefix_line = prefix_lines + (item - num_seqs + piece) * prefix_step + head * ROWS
             line = tl.where(is_tile, prefix_line, own_line) + row
-            tl.store(part_out_ptr + line[:, None] * D + dim[None, :], result, mask=exists[:, None])
+            tl.store(part_out_ptr + line[:, None] * D + dim[None, :], result, mask=inside(exists, D, WIDTH))
             tl.store(part_lse_ptr + line, top + tl.log2(weight), mask=exists)
             # Each row is counted by a thread of its own: what an atomic returns is sure to reach only who did it.
             lane = tl.arange(0, LANES)
@@ -223,9 +227,10 @@ def decode_shared(
                     own_step,
                     ROWS,
                     D,
+                    WIDTH,
                     PARTS,
                 )
-                tl.store(out_ptr + spots, merged.to(out_ptr.dtype.element_ty), mask=complete[:, None])
+                tl.store(out_ptr + spots, merged.to(out_ptr.dtype.element_ty), mask=inside(complete, D, WIDTH))
                 tl.store(arrived_ptr + spot, 0, mask=complete)
         position = stop
         item += (stop == item_end).to(tl.int32)

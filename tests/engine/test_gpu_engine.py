@@ -162,6 +162,14 @@ def test_three_query_heads_of_64_values_share_a_key_head(tmp_path: Path) -> None
             model.check(llm.generate(tiny_models.PROMPTS, greedy()))
 
 
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 48}, {"enforce_eager": True}], ids=str)
+def test_heads_of_96_values_are_captured_too(options: dict[str, Any], tmp_path: Path) -> None:
+    """As Phi-3 mini has them, for which FlashInfer has no kernels."""
+    model = Model.random("phi3", tmp_path, hidden_size=384, num_attention_heads=4, num_key_value_heads=4, head_dim=96)
+    with model.open(**options) as llm:
+        model.check(llm.generate(tiny_models.PROMPTS, greedy()))
+
+
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3", "mistral-window", "phi3", "qwen2-window", "smollm3"])
 def test_what_other_families_do_differently_works_on_a_gpu(variant: str, tmp_path: Path) -> None:
     model = Model.random(variant, tmp_path)

@@ -116,7 +116,7 @@ class Text:
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 3.0)])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "page_size"), [(4, 2, 64, 16), (3, 1, 128, 1)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "page_size"), [(4, 2, 64, 16), (3, 1, 128, 1), (2, 2, 96, 4)])
 def test_a_query_is_answered_the_same_decoded_in_any_chunk_and_in_any_batch(
     q_heads: int, kv_heads: int, dim: int, page_size: int, window: int | None, softcap: float | None
 ) -> None:

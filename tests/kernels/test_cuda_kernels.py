@@ -63,7 +63,7 @@ def attend(layout: BatchLayout, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> 
 
 @pytest.mark.parametrize(("page_size", "start_units"), [(1, 5), (16, 0), (64, 2)])
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 8, 64), (8, 1, 128)]
+    ("q_heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 8, 64), (8, 1, 128), (8, 8, 96)]
 )
 @pytest.mark.parametrize("kv_lens", [[1], [2500], [700, 1, 33, 0, 64], list(range(5, 2005, 31))])
 def test_triton_decode_attention_equals_torch(
@@ -86,7 +86,7 @@ def test_triton_decode_attention_equals_torch(
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 4, 256), (4, 1, 256), (32, 8, 128)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 4, 256), (4, 1, 256), (32, 8, 128), (8, 8, 96)])
 def test_windows_and_capped_scores_equal_torch(q_heads: int, kv_heads: int, dim: int, softcap: float | None) -> None:
     pytest.importorskip("flashinfer")
     from radixserve.kernels.select import select_attention
@@ -100,7 +100,7 @@ def test_windows_and_capped_scores_equal_torch(q_heads: int, kv_heads: int, dim:
     shape = AttentionShape(q_heads, kv_heads, dim, 16, BF16, 0.1, softcap, windows)
     oracle = TorchAttention(shape, DEVICE)
     oracle.plan(layout)
-    for backend in ("triton", "flashinfer"):
+    for backend in ("triton", "flashinfer") if dim != 96 else ("triton",):
         kernel = select_attention(backend, shape, DEVICE, 8)
         kernel.plan(layout)
         for window in windows:
@@ -130,7 +130,9 @@ def test_split_attention_equals_torch_in_mixed_steps(queries: list[int], page_si
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (64, None), (1000, 3.0)])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256), (8, 8, 96)]
+)
 @pytest.mark.parametrize("queries", [[1, 1, 70, 300], [1, 1], [257, 2]])
 def test_padded_steps_planned_on_the_device_equal_torch(
     queries: list[int], q_heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None
@@ -160,7 +162,7 @@ def test_padded_steps_planned_on_the_device_equal_torch(
         q_heads, kv_heads, dim, size.decodes, DEVICE, scale=0.1, softcap=softcap, windows=(window,)
     )
     extend = TritonExtendAttention(q_heads, kv_heads, dim, scale=0.1, softcap=softcap)
-    kernel = SplitAttention(decodes, None, extend)  # type: ignore[arg-type]
+    kernel = SplitAttention(decodes, None, extend)
     kernel.plan(unplanned)
     assert error(kernel.run(q, k_cache, v_cache, window)[:tokens], reference) < 1e-2
 

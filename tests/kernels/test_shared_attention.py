@@ -155,6 +155,7 @@ def test_plain_torch_reads_prefixes_once_and_gives_the_same(
         (12, 3, 64, "float16"),
         (9, 3, 64, "float16"),
         (8, 1, 128, "bfloat16"),
+        (4, 4, 96, "bfloat16"),
     ],
 )
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
