@@ -27,7 +27,7 @@ from radixserve.engine.step import PendingStep, Runner
 from radixserve.engine.team import MEETING_VARIABLE, RANK_VARIABLE, Frame, Launch, Sample, frame_decoder
 
 _STDIN_FD = 0
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("radixserve.engine")
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
         gc.freeze()
         follow(runner, frames)
     except (ModelError, ConfigError) as error:
-        lifeline.say(f"radixserve: rank {rank}: {error}")
+        _log.error("rank %d: %s", rank, error)
         return lifeline.EXIT_HOPELESS
     except Exception:
         _log.exception("rank %d failed", rank)

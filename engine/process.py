@@ -110,7 +110,7 @@ def _build(config: ServeConfig, progress: Callable[[str, float], None]) -> Built
 
 def _leave(reason: str, status: int) -> None:
     """Another rank is gone, and this thread may be stuck for want of it: the supervisor starts all anew."""
-    lifeline.say(f"radixserve: {reason}")
+    log.error("%s", reason)
     os._exit(status)
 
 
