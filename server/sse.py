@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from radixserve.server.connection import ChunkWriter, chunk_writer
 from radixserve.server.generation import Choice, Generation
-from radixserve.server.protocol.frames import Frames
+from radixserve.server.protocol.answer import Answer
 
 # A stream that was silent for one to two of these gets a sign of life, so that no proxy takes it for dead.
 QUIET_S = 8.0
@@ -26,7 +26,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, answer: Frames, interval: int, headers: Mapping[str, str]):
+    def __init__(self, generation: Generation, answer: Answer, interval: int, headers: Mapping[str, str]):
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation

@@ -11,7 +11,7 @@ import msgspec
 
 from radixserve.server.generation import Choice
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from radixserve.server.protocol.frames import Frames
+from radixserve.server.protocol.answer import Answer
 
 Kind = type[Content] | type[Reasoning] | type[CallStart]
 
@@ -32,7 +32,7 @@ class Block:
         return "".join(self.pieces)
 
 
-class BlockAnswer(Frames):
+class BlockAnswer(Answer):
     """Cuts the deltas of its only choice into blocks, and keeps them for the end. Each API frames them in its way."""
 
     def __init__(self) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from radixserve.server.generation import Choice, LogprobToken
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from radixserve.server.protocol.answer import Answer
 from radixserve.server.protocol.chat import ChatRequest
+from radixserve.server.protocol.choices import ChoiceAnswer
 from radixserve.server.protocol.logprobs import Vocabulary, chat_logprobs
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoiceAnswer):
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixserve.server.generation import Choice, LogprobToken
-from radixserve.server.protocol.answer import Answer, prompt_ids
+from radixserve.server.protocol.choices import ChoiceAnswer, prompt_ids
 from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.logprobs import CompletionLogprobs, Vocabulary
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoiceAnswer):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 

@@ -14,8 +14,8 @@ from radixserve.server.frontend import Frontend
 from radixserve.server.generation import Choice, Generation, Prompt
 from radixserve.server.output.plan import OutputPlan, chat_plan
 from radixserve.server.prompts import chat_prompt, prompt_end
+from radixserve.server.protocol.answer import Answer
 from radixserve.server.protocol.chat import ChatRequest
-from radixserve.server.protocol.frames import Frames
 from radixserve.server.protocol.generation import GenerationRequest
 from radixserve.server.routes.common import frontend_of, offload
 from radixserve.server.sse import EventStream
@@ -26,7 +26,7 @@ FIRST_WORD_S = 10.0
 
 
 # Takes the request's id and the name of the model.
-NewAnswer = Callable[[str, str], Frames]
+NewAnswer = Callable[[str, str], Answer]
 
 
 async def respond_to_chat(
