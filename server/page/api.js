@@ -8,13 +8,18 @@ export async function call(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
-    const response = await fetch(path, { ...options, headers });
+    const response = await fetch(path, { ...options, headers }).catch(unreachable);
     if (response.status !== 401) return response;
     if (sessionStorage.getItem(KEY) === key) {
       asking ??= askForKey().finally(() => { asking = null; });
       await asking;
     }
   }
+}
+
+/** Browsers say "Failed to fetch", "network error" and the like. */
+function unreachable(error) {
+  throw error.name === "AbortError" ? error : new Error("the server cannot be reached");
 }
 
 export function askForKey() {
@@ -36,7 +41,7 @@ export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(unreachable);
     if (done) return;
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();

@@ -50,6 +50,7 @@ export class Chat {
       history.push({ role: "assistant", content });
     } catch (error) {
       history.pop();
+      byId("prompt").value ||= text; // for another try
       answer.facts.textContent = error.message;
       answer.facts.classList.add("error");
     }

@@ -18,7 +18,8 @@ CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt install chromium")
 
 FACTS = "document.querySelector('.message.assistant:last-child .hint').textContent"
-FITS = "[...document.querySelectorAll('section')].every((part) => part.scrollWidth <= part.clientWidth)"
+FITS = """[...document.querySelectorAll('section')].every((part) => part.scrollWidth <= part.clientWidth)
+    && [...document.querySelectorAll('.fields label')].every((label) => label.scrollWidth <= label.clientWidth)"""
 IDLE = "document.getElementById('stop').disabled"
 
 
@@ -132,9 +133,11 @@ def test_a_phone_and_dark_mode_have_a_page_of_their_own(tab: Tab, images: Path |
     ask(tab, "Name a colour.")
     answered(tab, 1)
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    tab.evaluate("document.getElementById('sampling').open = true")
     tab.wait_for("document.querySelector('.node') !== null")
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360, "nothing is wider than the phone"
     assert tab.evaluate(FITS)
+    tab.evaluate("document.getElementById('sampling').open = false")
     small = "[...document.querySelectorAll('button')].filter((b) => b.offsetParent && b.offsetHeight < 40).length"
     assert tab.evaluate(small) == 0, "fingers can hit the buttons"
     if images is not None:
@@ -157,3 +160,9 @@ def test_a_server_with_keys_is_asked_with_the_one_that_the_reader_gives(browser:
         answered(browser, 1)
         assert browser.text(".message.assistant p") == "<img src=x>&amp;"
         assert "k-one" not in browser.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
+        ask(browser, "{reject}")
+        browser.wait_for(f"{IDLE} && {FACTS} === 'the queue is full'")
+        assert browser.evaluate("document.getElementById('prompt').value") == "{reject}", "for another try"
+    browser.press("Enter")
+    browser.wait_for(f"{IDLE} && {FACTS} === 'the server cannot be reached'")
+    browser.wait_for("document.getElementById('health').textContent === 'not connected: the server cannot be reached'")
