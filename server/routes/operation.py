@@ -23,7 +23,7 @@ from radixserve.server.routes.common import frontend_of, json_response, parsed, 
 router = APIRouter(tags=["operation"])
 
 _ANSWERS = (ChatAnswer, CompletionAnswer, ResponsesAnswer, MessagesAnswer)
-_ID_PREFIX = re.compile(f"^({'|'.join(answer.id_prefix for answer in _ANSWERS)})")
+_ID_PREFIX = re.compile(f"^({'|'.join(answer.id_prefix for answer in _ANSWERS)})(?=.)")
 
 
 class AbortBody(RequestModel):
@@ -76,8 +76,10 @@ async def abort_request(request: Request) -> Response:
     given = body.request_id or body.rid
     if not given and not body.abort_all:
         raise InvalidRequest("request_id (or abort_all: true) is required", param="request_id")
-    request_id = "" if body.abort_all else _ID_PREFIX.sub("", given, count=1)
-    frontend_of(request).client.abort_by_id(request_id)
+    # An x-request-id may begin like the id of an answer.
+    request_ids = {""} if body.abort_all else {given, _ID_PREFIX.sub("", given)}
+    for request_id in request_ids:
+        frontend_of(request).client.abort_by_id(request_id)
     return json_response({"status": "ok"})
 
 

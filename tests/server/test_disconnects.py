@@ -89,16 +89,22 @@ def test_slow_reader_gets_everything_in_larger_chunks(service: Service) -> None:
     assert max(map(len, texts)) > 3
 
 
-def test_request_is_aborted_by_its_id(service: Service, http: httpx.Client) -> None:
-    for given in ("chatcmpl-kill-me", "kill-me"):
-        body = {"messages": [{"role": "user", "content": LONG}], "ignore_eos": True, "stream": True}
-        with http.stream("POST", CHAT, json={**body, "request_id": "kill-me"}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            with httpx.Client(base_url=service.url, timeout=10) as other:
-                assert other.post("/abort_request", json={"request_id": given}).status_code == 200
-            last = [line for line in lines if line][-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_aborted"
+@pytest.mark.parametrize(
+    ("own_id", "given"), [("kill-me", "chatcmpl-kill-me"), ("kill-me", "kill-me"), ("msg_kill-me", "msg_kill-me")]
+)
+def test_request_is_aborted_by_its_id(own_id: str, given: str, service: Service, http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": LONG}], "ignore_eos": True, "stream": True}
+    with http.stream("POST", CHAT, json={**body, "request_id": own_id}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=service.url, timeout=10) as other:
+            for nobodys in ("cmpl-", "other"):  # no id must be taken for all of them
+                assert other.post("/abort_request", json={"request_id": nobodys}).status_code == 200
+            time.sleep(0.05)
+            assert service.engine.running
+            assert other.post("/abort_request", json={"request_id": given}).status_code == 200
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_aborted"
     assert http.post("/abort_request", json={}).status_code == 400
 
 
