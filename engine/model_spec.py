@@ -34,11 +34,18 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """How a checkpoint's tensors are called, if not as ``Decoder`` calls them: beginnings to be replaced (by what), and
-    beginnings of tensors that are no part of the language model."""
+    """How a checkpoint's tensors are called, if not as ``Decoder`` calls them: beginnings to be replaced (by what),
+    words between points ``inside`` to be replaced, and beginnings of tensors that are no part of the language model."""
 
     replaced: tuple[tuple[str, str], ...] = ()
+    inside: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+
+    def ours(self, stored: str) -> str:
+        """The name that ``Decoder`` has for the tensor that is ``stored`` under another."""
+        name = next((new + stored[len(old) :] for old, new in self.replaced if stored.startswith(old)), stored)
+        words = dict(self.inside)
+        return ".".join(words.get(word, word) for word in name.split("."))
 
 
 @dataclass(frozen=True, slots=True)

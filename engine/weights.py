@@ -146,10 +146,7 @@ def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec) -> Iterator[Stor
         for stored_name in file.offset_keys():
             if stored_name.startswith(names.ignored):
                 continue
-            name = next(
-                (new + stored_name[len(old) :] for old, new in names.replaced if stored_name.startswith(old)),
-                stored_name,
-            )
+            name = names.ours(stored_name)
             header = file.get_slice(stored_name)
             shape = tuple(header.get_shape())
             num_bytes = torch.Size(shape).numel() * _DTYPE_BYTES.get(header.get_dtype(), 1)

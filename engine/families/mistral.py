@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from radixserve.engine.families.base import Family
 
-MISTRAL = Family("mistral", ("MistralForCausalLM",), defaults={"sliding_window": 4096})
+MISTRAL = Family(
+    "mistral",
+    ("MistralForCausalLM",),
+    defaults={"sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
+)

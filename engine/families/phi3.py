@@ -5,4 +5,14 @@ from __future__ import annotations
 
 from radixserve.engine.families.base import Family
 
-PHI3 = Family("phi3", ("Phi3ForCausalLM",), "phi3", defaults={"original_max_position_embeddings": 4096})
+PHI3 = Family(
+    "phi3",
+    ("Phi3ForCausalLM",),
+    "phi3",
+    defaults={
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 32_000,
+    },
+)

@@ -55,7 +55,13 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     ("Qwen3MoeForCausalLM",),
     "qwen3moe",
-    defaults={**_NO_WINDOW, "decoder_sparse_step": 1},
+    defaults={
+        **_NO_WINDOW,
+        "decoder_sparse_step": 1,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
     gguf_defaults={"norm_topk_prob": True},
     adapt=_qwen3_moe,
 )

@@ -29,7 +29,13 @@ SMOLLM3 = Family(
     "smollm3",
     ("SmolLM3ForCausalLM",),
     "smollm3",
-    defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "no_rope_layer_interval": 4},
+    defaults={
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+        "no_rope_layer_interval": 4,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
     layer_types=_layer_types,
     adapt=_adapt,
 )

@@ -9,6 +9,8 @@ import torch
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import ConfigError
+from radixserve.engine.families.base import Family
+from radixserve.engine.families.registry import FAMILIES
 from radixserve.engine.load_model import load_model, weight_bytes
 from radixserve.engine.model_config import load_spec, spec_from_config
 from radixserve.engine.model_files import ModelFiles, resolve_model
@@ -38,6 +40,21 @@ def spec_of(hf_class: str, **config: Any) -> ModelSpec:
 
 def windows(spec: ModelSpec) -> list[int | None]:
     return [layer.window for layer in spec.layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+def test_what_a_configuration_leaves_out_is_what_transformers_assumes(family: Family) -> None:
+    import transformers
+
+    hf_class = family.hf_classes[0]
+    name = hf_class.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text") + "Config"
+    sizes = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
+    whole = getattr(transformers, name)(**{**sizes, "bos_token_id": None, "eos_token_id": None}).to_dict()
+    default = getattr(transformers, name)()
+    ids = {"bos_token_id": default.bos_token_id, "eos_token_id": default.eos_token_id}
+    assert spec_from_config({**sizes, "architectures": [hf_class]}) == spec_from_config(
+        {**whole, **ids, "architectures": [hf_class]}
+    )
 
 
 def test_the_text_half_of_gemma_3_says_only_what_differs_from_the_defaults() -> None:

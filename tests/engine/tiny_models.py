@@ -48,6 +48,7 @@ _GEMMA = {**_WINDOW, "head_dim": 32, "query_pre_attn_scalar": 20, "num_hidden_la
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "smollm3": "SmolLM3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
@@ -73,6 +74,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3moe-mixed": {**_EXPERTS, "mlp_only_layers": [1]},
     "mistral": {"sliding_window": None, "head_dim": 32},
     "mistral-window": _WINDOW,
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, **_WINDOW},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": False},
     "smollm3-listed": {"no_rope_layers": [0, 1, 1], **_WINDOW, "use_sliding_window": True},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
