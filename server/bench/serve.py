@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 def _paces(options: argparse.Namespace) -> list[Pace]:
     if options.rate:
         return [OpenLoop(rate, options.burstiness) for rate in options.rate]
-    return [ClosedLoop(round(clients)) for clients in options.clients]
+    return [ClosedLoop(max(1, round(clients))) for clients in options.clients]
 
 
 def _plot(options: argparse.Namespace, columns: dict[str, Summary], samples: list[Sample]) -> None:

@@ -116,6 +116,10 @@ class ChatRequest(GenerationRequest, ChatPromptRequest):
         return self
 
     @property
+    def token_limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

@@ -92,6 +92,10 @@ class GenerationRequest(SamplingFields):
     truncate_prompt_tokens: Annotated[object, only()] = None
 
     @property
+    def token_limit_field(self) -> str:
+        return "max_tokens"
+
+    @property
     def token_limit(self) -> int | None:
         """Most tokens to generate, None for the room left."""
         return self.max_tokens
@@ -118,9 +122,8 @@ class GenerationRequest(SamplingFields):
         self._check_token_ids(vocab_size)
         limit = self.token_limit
         if limit is not None and limit > max_model_len:
-            raise InvalidRequest(
-                f"max_tokens is above the model's context length of {max_model_len} tokens", param="max_tokens"
-            )
+            field = self.token_limit_field
+            raise InvalidRequest(f"{field} is above the model's context length of {max_model_len} tokens", param=field)
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         chosen = dict(defaults) | {name: value for name, value in given.items() if value is not None}
         if "top_k" in chosen:

@@ -19,7 +19,7 @@ from radixserve.server.protocol.turns import function_only, with_system
 FIELD_NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
-    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "messages": "input",
 }
 
