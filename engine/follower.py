@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,7 @@ from radixserve.engine.step import PendingStep, Runner
 from radixserve.engine.team import MEETING_VARIABLE, RANK_VARIABLE, Frame, Launch, Sample, frame_decoder
 
 _STDIN_FD = 0
+_PATIENCE_S = 1.0
 _log = logging.getLogger("radixserve.engine")
 
 
@@ -50,6 +52,7 @@ def main() -> int:
         _log.error("rank %d: %s", rank, error)
         return lifeline.EXIT_HOPELESS
     except Exception:
+        time.sleep(_PATIENCE_S)  # most often another rank is gone: rank 0 says which, and we end with it
         _log.exception("rank %d failed", rank)
     return 1
 

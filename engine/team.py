@@ -37,7 +37,8 @@ MEETING_VARIABLE = "RADIXSERVE_MEETING"  # private folder where the ranks find e
 _FOLLOWER = (sys.executable, "-P", "-m", "radixserve.engine.follower")
 _POLL_S = 0.02
 _LEAVE_S = 5.0  # from the end of its pipe to SIGKILL
-# A collective fails as soon as another rank's connection ends, a little before that rank can be waited for.
+# A collective fails as soon as another rank's connection ends, a little before that rank can be waited for. Longer than
+# a follower whose collective failed so waits before it ends, too.
 _EXPLANATION_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -181,9 +182,11 @@ class Team:
         if not self._ended.acquire(blocking=False):
             return
         self._reason = (reason, status)
-        self._lost.set()
         shutil.rmtree(self.meeting, ignore_errors=True)
-        self._on_loss(reason, status)
+        try:
+            self._on_loss(reason, status)  # first, for it may end the process before anybody complains
+        finally:
+            self._lost.set()
 
 
 def _start(rank: int, config: ServeConfig, meeting: Path) -> _Follower:
