@@ -1,5 +1,6 @@
 # docker build --target cpu -t radixserve .        docker run -p 8000:8000 radixserve
 # docker build --target cuda -t radixserve:cuda .  docker run --gpus all -p 8000:8000 radixserve:cuda Qwen/Qwen3-0.6B
+# (The cuda image has not been built yet: docs/deployment.md.)
 #
 # The cpu image is much smaller with a CPU build of torch: name a package index that has one,
 # --build-arg PIP_EXTRA_INDEX_URL=...

@@ -190,3 +190,5 @@ def test_systemd_signals_the_supervisor_alone_and_waits_for_the_drain() -> None:
     service = unit["Service"]
     assert (service["Type"], service["KillMode"]) == ("simple", "mixed")
     assert float(service["TimeoutStopSec"]) > ServeConfig().drain_timeout + 15
+    # A dynamic user has no home: what is compiled at the first start would be compiled at each.
+    assert "HOME=%C/radixserve" in service["Environment"].split() and service["CacheDirectory"] == "radixserve"
