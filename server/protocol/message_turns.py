@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from radixserve.engine.text.conversation import PART_SEPARATOR, Message
+from radixserve.engine.text.conversation import Message
+from radixserve.engine.text.message_parts import PART_SEPARATOR, as_object, kind_of, string_in, text_in, wrong
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, Schema, any_of, list_of, record, tagged
-from radixserve.server.protocol.turns import as_object, kind_of, string_in, text_in, tool_call, wrong
+from radixserve.server.protocol.turns import tool_call
 
 _TEXT = {"text": "text"}
 _USER_BLOCKS = {"text": "text", "tool_result": "content"}

@@ -24,7 +24,8 @@ def user(content: object) -> list[dict[str, object]]:
 def test_malformed_messages_are_refused(messages: Any):
     with pytest.raises(InvalidRequest) as caught:
         normalize_messages(messages)
-    assert caught.value.param == "messages" and caught.value.status == 400
+    assert caught.value.param and caught.value.param.startswith("messages") and caught.value.status == 400
+    assert str(caught.value).startswith(f"{caught.value.param}: ")
 
 
 def test_images_are_refused_by_name():
