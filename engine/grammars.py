@@ -29,6 +29,10 @@ _MAX_MASKS_S = 1.0
 _MAX_MASK_S = 0.01
 # "[12:00:00] /path/file.cc:94: " stands before what the library has to say.
 _PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
+# As xgrammar serializes them, a class with its size, that it is negated, and its ranges: all but quote, backslash and
+# line breaks; all but quote, backslash, control characters and halves of surrogate pairs.
+_LOOSE_CLASS = ",1,9,1,34,34,92,92,13,13,10,10,"
+_JSON_CLASS = ",1,9,1,34,34,92,92,0,31,55296,57343,"
 
 _TOO_SLOW = "the grammar takes too long at each token: use fewer alternatives, and shorter counted repetitions"
 
@@ -59,7 +63,7 @@ class XGrammars:
 
     def compile(self, grammar: str) -> TokenConstraint:
         try:
-            compiled = self._the_compiler().compile_structural_tag(grammar)
+            compiled = _compiled(self._the_compiler(), grammar)
         except (RuntimeError, ValueError) as error:
             reason = _PLACE.sub("", str(error)).strip()
             raise InvalidRequest(f"cannot be compiled: {reason}", param="grammar", code="invalid_grammar") from error
@@ -106,6 +110,17 @@ class XGrammars:
                 # Its own cache keeps the parts that grammars share.
                 self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES // 4)
         return self._compiler
+
+
+def _compiled(compiler: Any, grammar: str) -> Any:
+    """Strings with a length have characters of a class that lets raw control characters through, which JSON does not
+    have (https://github.com/mlc-ai/xgrammar/issues/800): it is replaced in the grammar before the compilation."""
+    if 'Length":' not in grammar:
+        return compiler.compile_structural_tag(grammar)
+    import xgrammar
+
+    text = xgrammar.Grammar.from_structural_tag(grammar).serialize_json()
+    return compiler.compile_grammar(xgrammar.Grammar.deserialize_json(text.replace(_LOOSE_CLASS, _JSON_CLASS)))
 
 
 class _Matcher:

@@ -49,11 +49,6 @@ def written_in_json(pattern: str) -> str:
     return "".join(written[atom] for atom in atoms)
 
 
-def json_text(min_chars: int, max_chars: int | None) -> str:
-    """A pattern for the value of a JSON string of so many characters."""
-    return f"{_written('.')}{{{min_chars},{'' if max_chars is None else max_chars}}}"
-
-
 def _misplaced_anchor(atoms: Sequence[str]) -> str | None:
     may_begin, ended = True, False
     groups = [(True, False)]  # of each open group: whether it may begin the text, and whether an alternative has ended

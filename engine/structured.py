@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.patterns import dot_within_lines, flaw, json_text, written_in_json
+from radixserve.engine.patterns import dot_within_lines, flaw, written_in_json
 
 Format = dict[str, Any]
 
@@ -119,7 +119,7 @@ class _Schemas:
         schema = self._without_all_of(dict(schema), where)
         self._check(schema, where)
         self._check_values(schema, where)
-        schema = _rounded(self._with_patterns(self._typed(schema, where), where))
+        schema = _rounded(_with_safe_patterns(self._typed(schema, where)))
         for key in _ONE:
             if key in schema:
                 schema[key] = self.prepare(schema[key], f"{where}.{key}", depth + 1)
@@ -202,19 +202,6 @@ class _Schemas:
             raise self._wrong(f"{where}.const", "is not of the type")
         return schema
 
-    def _with_patterns(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
-        """Patterns, and lengths as patterns: with lengths alone the compiler lets control characters into strings."""
-        if "pattern" in schema:
-            schema["pattern"] = written_in_json(schema["pattern"])
-        elif "string" in _kinds(schema) and schema.keys() & {"minLength", "maxLength"}:
-            fewest, most = schema.pop("minLength", 0), schema.pop("maxLength", None)
-            if most is not None and fewest > most:
-                raise self._wrong(f"{where}.minLength", "is above maxLength")
-            schema["pattern"] = json_text(fewest, most)
-        if isinstance(named := schema.get("patternProperties"), Mapping):
-            schema["patternProperties"] = {written_in_json(name): value for name, value in named.items()}
-        return schema
-
     def _wrong(self, where: str, what: str) -> InvalidRequest:
         place = f"{where.removeprefix('.')}: " if where else ""
         return InvalidRequest(f"{self._param}: {place}{what}", param=self._param, code="invalid_schema")
@@ -244,6 +231,14 @@ def _is_of(value: Any, kinds: Sequence[Any]) -> bool:
         case list():
             return "array" in kinds
     return "object" in kinds
+
+
+def _with_safe_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    if "pattern" in schema:
+        schema["pattern"] = written_in_json(schema["pattern"])
+    if isinstance(named := schema.get("patternProperties"), Mapping):
+        schema["patternProperties"] = {written_in_json(name): value for name, value in named.items()}
+    return schema
 
 
 def _rounded(schema: dict[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,7 @@ def prepared(schema: Any) -> Any:
             {"anyOf": [{"type": "integer"}, {"type": "array", "items": True}]},
         ),
         ({"oneOf": [{"type": "integer"}, True]}, {"anyOf": [{"type": "integer"}, {}]}),
-        ({"minLength": 3}, {"type": "string", "pattern": f"{WRITTEN}{{3,}}"}),
-        ({"type": ["string", "null"], "maxLength": 3}, {"type": ["string", "null"], "pattern": f"{WRITTEN}{{0,3}}"}),
+        ({"minLength": 3}, {"type": "string", "minLength": 3}),
         ({"pattern": "^.-[a-z]$"}, {"type": "string", "pattern": f"^{WRITTEN}-[a-z]$"}),
         ({"patternProperties": {"^x.": True}}, {"patternProperties": {f"^x{WRITTEN}": True}}),
         (
@@ -63,7 +62,7 @@ def prepared(schema: Any) -> Any:
         ({"type": ["integer", "null"], "enum": [1, 1.5, True, None]}, {"type": ["integer", "null"], "enum": [1, None]}),
         (
             {"type": "string", "format": "password", "minLength": 8},
-            {"type": "string", "format": "password", "pattern": f"{WRITTEN}{{8,}}"},
+            {"type": "string", "format": "password", "minLength": 8},
         ),
         ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}, "uniqueItems": False}),
     ],
@@ -89,7 +88,6 @@ def test_schemas_say_what_json_schema_means_by_silence(schema: Any, expected: An
         ({"type": "string", "maxLength": -1}, "maxLength: must be"),
         ({"type": "array", "minItems": True}, "minItems: must be"),
         ({"type": []}, "type: must name"),
-        ({"items": {"minLength": 3, "maxLength": 2}}, "items.minLength: is above maxLength"),
         ({"type": "number", "multipleOf": 0.5}, "multipleOf: is supported only for integers"),
         ({"multipleOf": 2}, "multipleOf: is supported only for integers"),
         ({"type": "string", "format": "date", "maxLength": 3}, "maxLength: is not supported beside format"),
