@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
 from typing import Any
 
 from radixserve.engine.messages import Observation
@@ -62,7 +61,7 @@ class Watchers:
         self._frontend.client.watch(anew=False)
         health, numbers = self._frontend.health(), self._frontend.worker_numbers.sum_of_all()
         latency = {name: numbers.histograms[name] for name in _HISTOGRAMS}
-        frame = event_frame("server", {"health": asdict(health), "latency": latency})
+        frame = event_frame("server", {"health": health, "latency": latency})
         for queue in list(self._queues):
             self._put(queue, frame)
             if self._frontend.draining:

@@ -47,9 +47,7 @@ class ChatPromptRequest(RequestModel):
     @model_validator(mode="after")
     def _check_prompt(self) -> ChatPromptRequest:
         check_tools(self.tools, self.tool_choice)
-        if not self.continue_final_message:
-            return self
-        if self.messages[-1]["role"] != "assistant":
+        if self.continue_final_message and self.messages[-1]["role"] != "assistant":
             raise InvalidRequest(
                 "continue_final_message: the last message must be the assistant's", param="continue_final_message"
             )

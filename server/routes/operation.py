@@ -6,7 +6,6 @@ import os
 import re
 from importlib.metadata import version as package_version
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -63,7 +62,7 @@ async def server_info(request: Request) -> Response:
         "max_model_len": status.max_model_len if status else None,
         "vocab_size": status.vocab_size if status else None,
         "open_requests": frontend.client.num_open,
-        "stats": msgspec.to_builtins(status.stats) if status else {},
+        "stats": status.stats if status else {},
         "config": frontend.config.model_dump(mode="json", exclude=set(SECRET_OPTIONS)),
     }
     return json_response(content)
