@@ -8,7 +8,7 @@ import numpy as np
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.text.text_model import TextModel
-from radixserve.server.generation import Prompt
+from radixserve.server.choice import Prompt
 from radixserve.server.output.tool_prompt import with_tools
 from radixserve.server.protocol.chat import ChatPromptRequest
 from radixserve.server.protocol.completions import CompletionRequest

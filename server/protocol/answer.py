@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed
-from radixserve.server.generation import Choice
 
 
 class Answer(ABC):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from radixserve.server.generation import Choice
+from radixserve.server.choice import Choice
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from radixserve.server.protocol.answer import Answer
 

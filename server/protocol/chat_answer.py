@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from radixserve.server.generation import Choice, LogprobToken
+from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.choices import ChoiceAnswer

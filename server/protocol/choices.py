@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.errors import RequestFailed, error_body
-from radixserve.server.generation import Choice, LogprobToken
 from radixserve.server.output.deltas import Content, Delta, Reasoning
 from radixserve.server.protocol.answer import Answer
 from radixserve.server.protocol.generation import GenerationRequest

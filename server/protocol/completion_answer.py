@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from radixserve.server.generation import Choice, LogprobToken
+from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.protocol.choices import ChoiceAnswer, prompt_ids
 from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.logprobs import CompletionLogprobs, Vocabulary

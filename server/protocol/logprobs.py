@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from radixserve.engine.messages import TokenLogprobs
-from radixserve.server.generation import LogprobToken
+from radixserve.server.choice import LogprobToken
 
 # What OpenAI reports for a token that cannot come.
 _LOWEST = -9999.0

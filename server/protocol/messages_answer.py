@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed, messages_error
-from radixserve.server.generation import Choice
 from radixserve.server.output.deltas import Content, Reasoning
 from radixserve.server.protocol.blocks import Block, BlockAnswer
 from radixserve.server.protocol.frames import named_event

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed
-from radixserve.server.generation import Choice
 from radixserve.server.output.deltas import CallStart, Content, Reasoning
 from radixserve.server.protocol.blocks import Block, BlockAnswer, Kind
 from radixserve.server.protocol.frames import named_event

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.detokenizer import StopStringMatcher
+from radixserve.server.choice import Choice, Prompt
 from radixserve.server.frontend import Frontend
-from radixserve.server.generation import Choice, Generation, Prompt
+from radixserve.server.generation import Generation
 from radixserve.server.output.plan import OutputPlan, chat_plan
 from radixserve.server.prompts import chat_prompt, prompt_end
 from radixserve.server.protocol.answer import Answer

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from radixserve.engine.messages import FinishReason, TokenEvent
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.tokenizer import Tokenizer
-from radixserve.server.generation import Choice, Prompt
+from radixserve.server.choice import Choice, Prompt
 from radixserve.server.output import formats
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from radixserve.server.output.formats import CallFormat, ReasoningFormat
