@@ -28,6 +28,11 @@ class TokenConstraint(Protocol):
         """Take the next token; true if it ends the output. Raises ``ConstraintFailed`` if it was not allowed."""
         ...
 
+    def forced(self) -> list[int]:
+        """Tokens that spell what must come next, as far as it is certain how; often none. Takes none of them. Raises
+        ``ConstraintFailed``."""
+        ...
+
 
 class ConstraintSource(Protocol):
     """Makes constraints from ``SamplingParams.grammar``."""

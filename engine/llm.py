@@ -216,19 +216,27 @@ class _Running:
         completion.ttft_s += (event.queue_s or 0.0) + (event.prefill_s or 0.0)  # with the first token only
         completion.prompt_logprobs += event.prompt_logprobs or []
         completion.logprobs += event.logprobs or []
-        completion.token_ids += event.token_ids
         completion.error = event.error
         stopped = event.finish is FinishReason.STOP
-        if self._detokenizer is not None:
-            self._append("".join(map(self._detokenizer.feed, event.token_ids[:-1] if stopped else event.token_ids)))
-            if event.finish is not None:
-                self._append(self._detokenizer.finish())
-        if self._stops is not None and self._stops.matched is not None:
+        for place, token in enumerate(event.token_ids, start=1):
+            completion.token_ids.append(token)
+            if self._detokenizer is not None and not (stopped and place == len(event.token_ids)):
+                self._append(self._detokenizer.feed(token))
+            if self._matched:
+                break
+        if self._detokenizer is not None and event.finish is not None and not self._matched:
+            self._append(self._detokenizer.finish())
+        if self._matched:
             completion.finish_reason = FinishReason.STOP.value
         elif event.finish is not None:
             completion.text += self._stops.finish() if self._stops else ""
             completion.finish_reason = event.finish.value
         return bool(completion.finish_reason)
+
+    @property
+    def _matched(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops is not None and self._stops.matched is not None
 
     def _append(self, text: str) -> None:
         watches = self._stops is not None and len(self.completion.token_ids) > self._min_tokens

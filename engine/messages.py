@@ -147,7 +147,8 @@ class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and counters since start; tokens unless the name says otherwise."""
+    """Gauges and counters since start; tokens unless the name says otherwise. Generated ones include forced ones, which
+    a grammar left no choice about."""
 
     running: int = 0
     waiting: int = 0
@@ -158,6 +159,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0
     evicted_tokens: int = 0
     finished: int = 0
     aborted: int = 0

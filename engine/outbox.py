@@ -18,6 +18,7 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0
     finished: int = 0
     aborted: int = 0
     rejected: int = 0
@@ -33,23 +34,27 @@ class Outbox:
         self.counters = Counters()
         self._outputs: dict[bytes, Outputs] = defaultdict(Outputs)
 
-    def token(self, request: Request, token: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
-        """``token`` was appended to the output of ``request``, and ended it if ``finish`` is set."""
-        self.counters.generated_tokens += 1
+    def tokens(
+        self, request: Request, tokens: list[int], finish: FinishReason | None, logprobs: TokenLogprobs | None
+    ) -> None:
+        """``tokens`` were appended to the output of ``request``, all but the first by force, and ended it if ``finish``
+        is set. ``logprobs``: only of a single one."""
+        self.counters.generated_tokens += len(tokens)
+        self.counters.forced_tokens += len(tokens) - 1
         frontend, uid = request.key
-        if finish is None and logprobs is None and len(request.output) > 1:  # by far the most frequent
+        is_first = len(request.output) == len(tokens)
+        if len(tokens) == 1 and finish is None and logprobs is None and not is_first:  # by far the most frequent
             outputs = self._outputs[frontend]
             outputs.uids.append(uid)
-            outputs.tokens.append(token)
+            outputs.tokens.append(tokens[0])
             return
-        is_first = len(request.output) == 1
-        by_stop_id = finish is FinishReason.STOP and token in request.sampling.stop_token_ids
+        by_stop_id = finish is FinishReason.STOP and tokens[-1] in request.sampling.stop_token_ids
         event = TokenEvent(
             uid,
-            [token],
+            tokens,
             finish,
             cached_tokens=request.cached_tokens or 0,
-            stop_token_id=token if by_stop_id else None,
+            stop_token_id=tokens[-1] if by_stop_id else None,
             logprobs=None if logprobs is None else [logprobs],
             prompt_logprobs=(request.prompt_logprobs or None) if is_first else None,
             queue_s=request.admitted_at - request.arrived_at if is_first else None,

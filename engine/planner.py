@@ -50,8 +50,9 @@ class StepPlanner:
         for request, size in shares:
             assert request.lease is not None
             row, start = request.lease.row, request.computed
-            if start == request.lease.cached_len:  # its first chunk
+            if not request.set_up:
                 setups.append(self._setup(request, row))
+                request.set_up = True
             request.computed += size
             chunks.append(PrefillChunk(row, request.known[start : start + size], start, not request.unfinished))
             self._running.launched(row, step)

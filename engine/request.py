@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Request:
 
     ``arrival`` counts accepted requests. ``max_total`` is the number of tokens, prompt included, at which it ends with
     LENGTH. While it runs it has a ``lease``, and ``known`` are the tokens that its prefill computes: the prompt, and
-    after a retraction the output so far. ``computed`` of them are computed by the steps launched so far.
+    after a retraction or a jump the output so far. ``computed`` of them are computed by the steps launched so far.
     """
 
     key: RequestKey
@@ -50,6 +51,7 @@ class Request:
     lease: Lease | None = None
     known: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
     computed: int = 0
+    set_up: bool = False  # the runner knows ``known`` and the rules, or will by a step launched
     published: int = 0  # tokens of ``known`` that other requests find in the prefix cache
     cached_tokens: int | None = None  # by its first admission
     admitted_at: float = 0.0  # first admission; of the same clock
@@ -97,6 +99,13 @@ class Request:
         """Whether every prompt position must still be computed, so that cached KV is of no use."""
         return self.sampling.prompt_logprobs is not None and not self.output
 
+    @property
+    def may_jump(self) -> bool:
+        """Whether forced tokens may be appended without a step for each: not if somebody wants to see the logits of
+        each step, or to change them."""
+        rules = self.sampling
+        return self.constraint is not None and rules.logprobs is None and not rules.logit_bias
+
     def all_tokens(self) -> Int32s:
         return np.concatenate([self.prompt, np.array(self.output, np.int32)]) if self.output else self.prompt
 
@@ -107,8 +116,14 @@ class Request:
         if len(self.output) < self.sampling.min_tokens:
             forbid(words, self.stops_on)
 
-    def finish_after(self, token: int) -> FinishReason | None:
-        """Whether ``token``, the last one of ``output``, ends the request. Raises ``ConstraintFailed``."""
+    def forced(self) -> list[int]:
+        """Which tokens must come next, by its constraint, before any that may end it. Raises ``ConstraintFailed``."""
+        assert self.constraint is not None
+        return list(takewhile(lambda token: token not in self.stops_on, self.constraint.forced()))
+
+    def take(self, token: int) -> FinishReason | None:
+        """Append ``token`` to the output: whether that ends the request. Raises ``ConstraintFailed``."""
+        self.output.append(token)
         if token in self.stops_on and len(self.output) > self.sampling.min_tokens:
             return FinishReason.STOP
         if self.constraint is not None and self.constraint.accept(token):

@@ -23,7 +23,7 @@ class RunningRequests:
         num_rows = len(cache.page_table)
         self.by_row: dict[int, Request] = {}
         self.constrained: dict[int, Request] = {}  # those of ``by_row`` that have a constraint
-        self.prefills: list[Request] = []  # oldest admission first, until the step with the last chunk is completed
+        self.prefills: list[Request] = []  # oldest admission or jump first, until the last chunk is completed
         self.decodes = DecodeRows(num_rows)
         self.shared = SharedRows(cache) if tells_shared else None
         self.completed_step = 0
@@ -38,6 +38,7 @@ class RunningRequests:
         """``request`` has a row now and will compute those of its ``known`` tokens that were not cached."""
         request.lease, request.known, request.waits_for = lease, known, None
         request.computed = request.published = lease.cached_len
+        request.set_up = False
         self.by_row[lease.row] = request
         if request.constraint is not None:
             self.constrained[lease.row] = request
@@ -48,6 +49,15 @@ class RunningRequests:
         self.prefills.remove(request)
         if self.shared is not None:
             self.shared.join(_lease_of(request).row)
+
+    def jumped(self, request: Request) -> None:
+        """The output of ``request``, which decodes, has got tokens that no launched step samples: it computes what has
+        no KV yet like a prompt, and decodes on from there."""
+        row = _lease_of(request).row
+        request.known, request.computed = request.all_tokens(), self.decodes.kv_len(row)
+        request.set_up = False
+        self.decodes.stop(row)
+        self.prefills.append(request)
 
     def launched(self, rows: Int32s | int, step: int) -> None:
         """``step`` is launched with ``rows``."""

@@ -16,7 +16,7 @@ import numpy as np
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine.admission import Admission
 from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask_words
-from radixserve.engine.messages import EngineStats, Outputs, Rejected, Submit, TokenLogprobs
+from radixserve.engine.messages import EngineStats, FinishReason, Outputs, Rejected, Submit, TokenLogprobs
 from radixserve.engine.outbox import Outbox
 from radixserve.engine.pace import PrefillPace
 from radixserve.engine.planner import StepPlanner
@@ -28,6 +28,8 @@ from radixserve.engine.step import Int32s, PrefillChunk, StepPlan, StepResult
 from radixserve.kvcache.manager import CacheManager
 
 RETRY_AFTER_S = 1.0
+# Forced tokens for which a request leaves the decodes. The same with and without overlap, so that tokens are the same.
+_LEAST_JUMP = 2
 
 _NOT_FINITE = "the model's output for this request was not finite"
 
@@ -225,10 +227,10 @@ class Scheduler:
         """Which tokens the ``masked`` samples of ``plan`` may be, as ``PendingStep.sample`` takes it. All earlier plans
         are completed."""
         masks = np.full((len(plan.masked), mask_words(self._limits.vocab_size)), -1, np.int32)
-        sampled = plan.sampled_rows
+        sampled, passed = plan.sampled_rows, self._passed(plan)
         for words, sample in zip(masks, plan.masked, strict=True):
             request = self._running.by_row[sampled[sample]]
-            if not request.ended:
+            if not request.ended and sample not in passed:
                 try:
                     request.fill_mask(words)
                 except ConstraintFailed as error:
@@ -243,10 +245,11 @@ class Scheduler:
         tokens = result.token_ids.tolist()
         failed = result.failed.tolist()
         logprobs = result.logprobs or [None] * len(tokens)
-        by_row, num_decodes = self._running.by_row, len(plan.decode_rows)
+        by_row, num_decodes, passed = self._running.by_row, len(plan.decode_rows), self._passed(plan)
         with self._cache.deferred_frees():
             for index, row in enumerate(plan.decode_rows.tolist()):
-                self._take_token(by_row[row], tokens[index], failed[index], logprobs[index])
+                if index not in passed or failed[index]:
+                    self._take_token(by_row[row], tokens[index], failed[index], logprobs[index])
             index = num_decodes
             for chunk in plan.chunks:
                 request = by_row[chunk.row]
@@ -325,15 +328,37 @@ class Scheduler:
             self._fail(request, _NOT_FINITE)
         if request.ended:
             return
-        request.output.append(token)
+        tokens = [token]
         try:
-            finish = request.finish_after(token)
+            finish = request.take(token)
+            if finish is None and request.constraint is not None:
+                finish = self._jump(request, tokens)
         except ConstraintFailed as error:
             self._fail(request, str(error))
             return
-        self._outbox.token(request, token, finish, logprobs)
+        self._outbox.tokens(request, tokens, finish, logprobs)
         if finish is not None:
             self._end(request)
+
+    def _jump(self, request: Request, tokens: list[int]) -> FinishReason | None:
+        """Append to the output of ``request``, and to ``tokens``, what must come next, if that saves a step; whether
+        that ends it. A step in flight has computed the last sampled token already, so a single one saves none."""
+        forced = request.forced() if request.may_jump else []
+        if len(forced) < _LEAST_JUMP:
+            return None
+        for token in forced:
+            tokens.append(token)
+            if (finish := request.take(token)) is not None:
+                return finish
+        self._running.jumped(request)
+        return None
+
+    def _passed(self, plan: StepPlan) -> set[int]:
+        """Samples of ``plan``, launched before its request jumped, of places that now have a token."""
+        if not plan.masked:
+            return set()
+        rows, lens, by_row = plan.sampled_rows, plan.sample_lens, self._running.by_row
+        return {sample for sample in plan.masked if by_row[rows[sample]].total_len != lens[sample]}
 
     # ---- ends ----
 

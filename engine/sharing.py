@@ -34,8 +34,9 @@ class SharedRows:
         self._group_pages: Int32s = np.zeros(num_rows, np.int32)
 
     def join(self, row: int) -> None:
-        """All tokens of ``row`` that others may share are in the prefix cache from now on."""
-        if self._cache.cached_pages(row):
+        """All tokens of ``row`` that others may share are in the prefix cache from now on. Nothing happens if it has
+        joined: what it shares with others does not grow by what it generates."""
+        if row not in self._first_page and self._cache.cached_pages(row):
             page = self._first_page[row] = int(self._cache.page_table[row, 0])
             self._rows[page].add(row)
             self._changed.add(page)

@@ -25,8 +25,9 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class RowSetup:
-    """A request takes ``row``. ``token_ids`` [n] int32: all tokens so far (prompt, and output kept over a
-    retraction), of which the first ``prompt_len`` are the prompt: penalties count them. ``seed`` is always set."""
+    """A request takes ``row``, or goes on in it with tokens that were not sampled there. ``token_ids`` [n] int32: all
+    tokens so far (prompt, and output after a retraction or a jump), of which the first ``prompt_len`` are the prompt:
+    penalties count them. ``seed`` is always set."""
 
     row: int
     sampling: SamplingParams
@@ -89,6 +90,12 @@ class StepPlan:
     @property
     def sampled_rows(self) -> list[int]:
         return [*self.decode_rows.tolist(), *(chunk.row for chunk in self.chunks if chunk.samples)]
+
+    @property
+    def sample_lens(self) -> list[int]:
+        """Tokens before each sampled one."""
+        ends = (chunk.start + len(chunk.token_ids) for chunk in self.chunks if chunk.samples)
+        return [*self.decode_lens.tolist(), *ends]
 
     @property
     def num_samples(self) -> int:

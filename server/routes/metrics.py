@@ -40,6 +40,7 @@ _ENGINE_COUNTERS = (
     ("prefix_cache_queries", "prompt_tokens", "Tokens looked up in the prefix cache"),
     ("prefix_cache_hits", "cached_tokens", "Tokens found in the prefix cache"),
     ("generation_tokens", "generated_tokens", "Tokens generated"),
+    ("forced_tokens", "forced_tokens", "Generated tokens that a grammar forced, so that no step was needed for them"),
     ("evicted_tokens", "evicted_tokens", "Tokens dropped from the prefix cache for others"),
     ("num_preemptions", "retracted", "Times a running request was put back to wait for memory"),
     ("engine_steps", "steps", "Forward passes"),

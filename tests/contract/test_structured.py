@@ -100,6 +100,55 @@ def test_choices_regexes_and_grammars_hold_with_everything_else(api: Api) -> Non
     assert re.fullmatch("a+b?", streamed)
 
 
+CAPITALS = (
+    "The capital of (France|Germany|Italy) is (Paris|Berlin|Rome), "
+    "and the capital of (Spain|Portugal) is (Madrid|Lisbon)[.]"
+)
+DELIVERY: dict[str, Any] = {
+    "preferred_delivery_address": {"enum": ["home", "office"]},
+    "identification_number": {"enum": [1234, 5678]},
+    "is_returning_customer": {"type": "boolean"},
+}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "form", "least_saved"),
+    [
+        ("Customer record as JSON:", {"json": tool("x", **DELIVERY)["function"]["parameters"]}, 15),
+        ("The capital of France is", {"regex": CAPITALS}, 6),
+    ],
+)
+def test_what_a_grammar_forces_is_said_in_fewer_steps(api: Api, prompt: str, form: Any, least_saved: int) -> None:
+    texts, steps, forced = [], [], []
+    for rules in ({"logprobs": 0}, {}):  # with logprobs each token has a step of its own
+        before = api.server.stats()
+        choice = api.comp(prompt, structured_outputs=form, max_tokens=120, **rules)["choices"][0]
+        after = api.server.wait_idle()
+        assert choice["finish_reason"] == "stop"
+        texts.append(choice["text"])
+        steps.append(after["steps"] - before["steps"])
+        forced.append(after["forced_tokens"] - before["forced_tokens"])
+    assert texts[0] == texts[1]
+    assert steps[0] - steps[1] >= least_saved and forced[0] == 0 and forced[1] >= least_saved
+
+
+def test_forced_text_goes_with_choices_streams_penalties_and_limits(api: Api) -> None:
+    form = {"regex": "Without any doubt, the answer to the question is (yes|no), and not (yes|no)[.]"}
+    fields = {"prompt": "Is it so?", "structured_outputs": form, "temperature": 1.0, "max_tokens": 60}
+    many = api.comp(**fields, n=3, seed=1, frequency_penalty=0.5, repetition_penalty=1.2)
+    assert all(re.fullmatch(form["regex"], choice["text"]) for choice in many["choices"])
+    pieces, reason = api.streamed(COMPLETIONS, {**fields, "temperature": 0})
+    assert reason == "stop" and re.fullmatch(form["regex"], "".join(pieces))
+    for limit in (3, 7):
+        cut = api.comp(**{**fields, "max_tokens": limit})
+        assert cut["usage"]["completion_tokens"] == limit and cut["choices"][0]["finish_reason"] == "length"
+    stopped = api.comp(**fields, stop="answer", return_token_ids=True)
+    assert (
+        stopped["choices"][0]["text"] == "Without any doubt, the " and stopped["choices"][0]["stop_reason"] == "answer"
+    )
+    assert stopped["usage"]["completion_tokens"] == len(stopped["choices"][0]["token_ids"]) < 20
+
+
 def test_schemas_that_no_grammar_can_hold_are_refused_by_name(api: Api) -> None:
     for form, reason in (
         ({"regex": "a("}, "parenthesis"),

@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
-from radixserve.engine.constraint import ConstraintFailed, TokenConstraint
+from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, forbid, mask_words
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.pipeline import StepPipeline
@@ -48,8 +49,18 @@ def next_token(text_hash: int, num_output: int, sampling: SamplingParams, seed: 
     return token
 
 
+def masked_token(token: int, words: np.ndarray, vocab_size: int) -> int:
+    """What the fake model says in the place of ``token`` when only the tokens of a mask may come."""
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    return int(allowed[token % np.count_nonzero(allowed < vocab_size)])
+
+
 def expected_output(
-    prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, max_total: int
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    max_total: int,
+    constraint: TokenConstraint | None = None,
 ) -> tuple[list[int], FinishReason]:
     """What the engine must answer to a request that nobody aborts."""
     text_hash, output = _START, []
@@ -57,10 +68,18 @@ def expected_output(
         text_hash = chain(text_hash, token)
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
     limit = max_total if sampling.max_tokens is None else min(max_total, len(prompt) + sampling.max_tokens)
+    words = np.empty(mask_words(vocab_size), np.int32)
     while True:
         output.append(next_token(text_hash, len(output), sampling, sampling.seed or 0, vocab_size))
+        if constraint is not None:
+            constraint.fill_mask(words)
+            if len(output) <= sampling.min_tokens:
+                forbid(words, frozenset(stops))
+            output[-1] = masked_token(output[-1], words, vocab_size)
         text_hash = chain(text_hash, output[-1])
         if output[-1] in stops and len(output) > sampling.min_tokens:
+            return output, FinishReason.STOP
+        if constraint is not None and constraint.accept(output[-1]):
             return output, FinishReason.STOP
         if len(prompt) + len(output) >= limit:
             return output, FinishReason.LENGTH
@@ -73,6 +92,15 @@ class _Row:
     hashes: list[int]  # after each token
     kv_len: int
     spoiled: bool = False
+
+    def goes_on_as(self, other: _Row) -> bool:
+        """Whether ``other`` is the same request after a jump."""
+        count = self.kv_len
+        return (
+            other.kv_len == count
+            and other.tokens[:count] == self.tokens[:count]
+            and self.setup.seed == other.setup.seed
+        )
 
     def append(self, token: int) -> None:
         self.hashes.append(chain(self.hashes[-1] if self.hashes else _START, token))
@@ -130,9 +158,10 @@ class FakeRunner:
         self._check_form(plan)
         first_starts = {chunk.row: chunk.start for chunk in plan.chunks}
         for setup in plan.setups:
-            row = _Row(setup, [], [], first_starts[setup.row])
+            row, last = _Row(setup, [], [], first_starts[setup.row]), self.rows.get(setup.row)
             for token in setup.token_ids.tolist():
                 row.append(token)
+            row.spoiled = last is not None and last.spoiled and last.goes_on_as(row)
             self.rows[setup.row] = row
         self._store(plan)
         self._attend(plan)
@@ -214,8 +243,7 @@ class FakeRunner:
             num_output = len(row.tokens) - setup.prompt_len if self.masks_stops else sampling.min_tokens
             token = next_token(row.hashes[-1], num_output, sampling, setup.seed, self.vocab_size)
             if sample in masks:
-                allowed = np.flatnonzero(np.unpackbits(masks[sample].view(np.uint8), bitorder="little"))
-                token = int(allowed[token % np.count_nonzero(allowed < self.vocab_size)])
+                token = masked_token(token, masks[sample], self.vocab_size)
             row.append(token)
             tokens.append(token)
             failed.append(setup.seed in self.broken_seeds)
@@ -260,6 +288,44 @@ class Counting:
         self._num_accepted += 1
         return self._num_accepted > self._length
 
+    def forced(self) -> list[int]:
+        return []
+
+
+class Reciting:
+    """A constraint: of each ten tokens it forces the last seven, of the others three in four are allowed; after
+    ``length`` tokens comes the end. ``on_forced`` is called when it is asked what it forces."""
+
+    def __init__(self, length: int, *, jumps: bool = True, on_forced: Callable[[], None] = lambda: None) -> None:
+        self._num_accepted = 0
+        self._length = length
+        self._jumps = jumps
+        self._on_forced = on_forced
+
+    def fill_mask(self, words: np.ndarray) -> None:
+        bits = np.zeros(len(words) * 32, np.uint8)
+        bits[self._allowed(self._num_accepted)] = 1
+        words[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        assert token_id in self._allowed(self._num_accepted)
+        self._num_accepted += 1
+        return self._num_accepted > self._length
+
+    def forced(self) -> list[int]:
+        self._on_forced()
+        found: list[int] = []
+        while self._jumps and len(tokens := self._allowed(self._num_accepted + len(found))) == 1 and tokens != [EOS]:
+            found += tokens
+        return found
+
+    def _allowed(self, count: int) -> list[int]:
+        if count == self._length:
+            return [EOS]
+        if count % 10 >= 3:
+            return [1 + count * count % 11]
+        return [token for token in range(1, 12) if (token + count) % 4]
+
 
 class FakeGrammars:
     """Grammars are the lengths of ``Counting``. "slow 5" is compiled only when ``release`` is set, "bad" never is."""
@@ -289,6 +355,7 @@ class Answer:
     events: list[TokenEvent] = field(default_factory=list)
     times: list[int] = field(default_factory=list)  # of each token
     rejected: Rejected | None = None
+    constraint: TokenConstraint | None = None  # as it was at first
 
     @property
     def tokens(self) -> list[int]:
@@ -347,7 +414,7 @@ class Harness:
     ) -> Answer:
         uid = len(self.answers) if uid is None else uid
         sampling = sampling or SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        answer = self.answers[frontend, uid] = Answer(list(prompt), sampling)
+        answer = self.answers[frontend, uid] = Answer(list(prompt), sampling, constraint=deepcopy(constraint))
         ids = np.array(prompt, "<i4").tobytes()
         message = Submit(uid, request_id or f"r{uid}", ids, sampling, priority, namespace, tenant, weight)
         answer.rejected = self.scheduler.submit(frontend, message, constraint)
@@ -392,7 +459,8 @@ class Harness:
         for answer in self.answers.values():
             if answer.rejected:
                 continue
-            tokens, finish = expected_output(answer.prompt, answer.sampling, self.vocab_size, self.max_total)
+            fresh = deepcopy(answer.constraint)
+            tokens, finish = expected_output(answer.prompt, answer.sampling, self.vocab_size, self.max_total, fresh)
             if answer.finish in (FinishReason.STOP, FinishReason.LENGTH):
                 assert (answer.tokens, answer.finish) == (tokens, finish)
             else:

@@ -11,7 +11,7 @@ from radixserve.engine import grammars
 from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask_words
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.grammars import XGrammars
-from radixserve.engine.structured import json_schema, regex, structural_tag
+from radixserve.engine.structured import ebnf, json_schema, regex, structural_tag
 from radixserve.engine.text.tokenizer import Tokenizer
 from radixserve.tests.server.byte_model import byte_tokenizer
 
@@ -133,3 +133,54 @@ def test_a_model_without_a_tokenizer_has_no_grammars() -> None:
 
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         XGrammars(none, VOCAB, (EOS,)).compile(json.dumps({}))
+
+
+def forced(source: XGrammars, form: dict[str, Any], begin: str = "") -> str:
+    """What must come after ``begin``, in the one-byte tokens of this vocabulary."""
+    constraint = source.compile(structural_tag(form))
+    for token in begin.encode():
+        constraint.accept(token)
+    before = allowed(constraint)
+    token_ids = constraint.forced()
+    assert allowed(constraint) == before, "it has taken nothing"
+    for token in token_ids:
+        assert not constraint.accept(token)
+    return bytes(token_ids).decode()
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "expected"),
+    [
+        (regex("the (cat|cow|dog)"), "", "the "),
+        (regex("the (cat|cow|dog)"), "the c", ""),
+        (regex("the (cat|cow|dog)"), "the d", "og"),
+        (regex("(é|ê)!"), "", ""),  # a byte is forced, but no character
+        (
+            json_schema({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}),
+            '{"',
+            'city"',
+        ),
+        # A certain token is not the text that it stands for.
+        ({"type": "or", "elements": [{"type": "token", "token": ord("a")}, ebnf('root ::= "abc"')]}, "", ""),
+    ],
+)
+def test_what_is_forced_is_told_and_not_taken(source: XGrammars, form: Any, begin: str, expected: str) -> None:
+    assert forced(source, form, begin) == expected
+
+
+@pytest.mark.parametrize(
+    "grammar", ['root ::= "a" root', 'root ::= [xy] more\nmore ::= "ab" more', 'root ::= "ab"{9999}']
+)
+def test_what_is_forced_without_an_end_is_left_to_the_masks(source: XGrammars, grammar: str) -> None:
+    constraint = source.compile(structural_tag(ebnf(grammar)))
+    for _ in range(3):
+        assert constraint.forced() == []
+        constraint.accept(min(allowed(constraint)))
+
+
+def test_a_way_that_no_token_can_take_forces_nothing() -> None:
+    """The tokens lack "b", which the grammar wants for ever after an "a"."""
+    backend = byte_tokenizer()
+    source = XGrammars(lambda: Tokenizer(backend, {}), ord("b"), ())
+    constraint = source.compile(structural_tag(ebnf('root ::= "Za" more\nmore ::= "b" more')))
+    assert constraint.forced() == []

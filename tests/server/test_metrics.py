@@ -121,7 +121,7 @@ def ready(**stats: int) -> EngineStatus:
 def test_counters_of_the_engine_are_those_of_its_last_status() -> None:
     status = ready(
         running=2, waiting=3, kv_total_tokens=100, kv_free_tokens=30, kv_evictable_tokens=20, prompt_tokens=70,
-        cached_tokens=40, generated_tokens=9, evicted_tokens=8, retracted=1,
+        cached_tokens=40, generated_tokens=9, forced_tokens=4, evicted_tokens=8, retracted=1,
     )  # fmt: skip
     found = {
         (sample.name.removeprefix(PREFIX), sample.labels.get("state")): sample.value
@@ -131,7 +131,8 @@ def test_counters_of_the_engine_are_those_of_its_last_status() -> None:
     expected = {
         "num_requests_running": 2, "num_requests_waiting": 3, "kv_cache_usage_perc": 0.5, "prompt_tokens_total": 70,
         "prompt_tokens_cached_total": 40, "prefix_cache_queries_total": 70, "prefix_cache_hits_total": 40,
-        "generation_tokens_total": 9, "evicted_tokens_total": 8, "num_preemptions_total": 1, "engine_up": 1,
+        "generation_tokens_total": 9, "forced_tokens_total": 4, "evicted_tokens_total": 8, "num_preemptions_total": 1,
+        "engine_up": 1,
     }  # fmt: skip
     assert expected.items() <= {name: value for (name, state), value in found.items() if state is None}.items()
     assert {state: number for (_, state), number in found.items() if state} == {"in_use": 50, "cached": 20, "free": 30}
