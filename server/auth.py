@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from radixserve.configs.schema import ServerOptions
@@ -85,7 +86,8 @@ def _read_file(path: str) -> Iterator[tuple[str, str, Tenant]]:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the key file {path}: {error}") from None
-    if not any(words := [line.partition("#")[0].split() for line in lines]):
+    # A comment begins with a word: the # inside a key is part of the key.
+    if not any(words := [list(takewhile(lambda word: word[0] != "#", line.split())) for line in lines]):
         raise ConfigError(f"there is no key in {path}; each line has KEY, KEY NAME or KEY NAME WEIGHT")
     for number, parts in enumerate(words, 1):
         where = f"{path}, line {number}"

@@ -74,12 +74,12 @@ def test_an_admin_key_opens_all_and_alone_the_routes_of_operators(folder: Path, 
 
 def test_keys_of_a_file_have_names_and_weights(folder: Path) -> None:
     file = folder / "keys"
-    file.write_text("# a comment\nk-one\nk-two batch 0.5  # theirs\n\nk-three batch 0.5\n")
+    file.write_text("# a comment\nk-one\nk-two batch 0.5  # theirs\n\nk-#three batch 0.5 #\n")
     with running_service(folder, api_key=("k-flag",), api_key_file=str(file)) as service:
-        for key in ("k-flag", "k-one", "k-two", "k-three"):
+        for key in ("k-flag", "k-one", "k-two", "k-#three"):
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.post(f"{service.url}{COMPLETIONS}", json=BODY, headers=headers).status_code == 200
-        for key in ("batch", "k-two batch 0.5", "#"):
+        for key in ("batch", "k-two batch 0.5", "#", "k-"):
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.post(f"{service.url}{COMPLETIONS}", json=BODY, headers=headers).status_code == 401
         flag, one, *batch = [(submit.tenant, submit.weight) for submit in service.engine.submits]
