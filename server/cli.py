@@ -6,6 +6,7 @@ called, so ``radixserve version`` loads nothing else.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ COMMANDS = {
 }
 
 EXIT_USAGE = 2
+_STDOUT_FD = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,11 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     try:
         status: int = import_module(f"radixserve.server.commands.{name}").run(arguments)
+        print(end="", flush=True)  # what cannot be written is told here, not at the exit
     except (RadixServeError, OptionError) as error:
         return _fail(str(error))
+    except BrokenPipeError:  # `| head` has seen enough
+        _forget_output()
+        return 0
+    except OSError as error:  # a full disk, mostly
+        _forget_output()
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status
+
+
+def _forget_output() -> None:
+    """What could not be written is not tried again at the exit, where Python would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT_FD)
 
 
 def _fail(message: str) -> int:

@@ -26,7 +26,7 @@ def engine_parser(name: str, description: str | None) -> Parser:
     """With the flags that all benchmarks of the engine alone have."""
     parser = Parser(prog=f"radixserve bench {name}", description=description)
     parser.add_argument("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there as well")
     return parser
 
 
@@ -37,6 +37,14 @@ def random_ids(rng: random.Random, count: int) -> list[int]:
 def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def output_file(text: str) -> Path:
+    """A path that can be written, told before the measurement and not after it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
 
 
 def positive(text: str) -> int:

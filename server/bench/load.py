@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing import get_context
+from pathlib import Path
 
 import uvloop
 
@@ -59,6 +61,7 @@ class Load:
     ignore_eos: bool = True
     timeout_s: float = 600.0
     seed: int = 0
+    ended: Path = Path(os.devnull)  # gets a byte for each conversation that has ended
 
     def body(self, messages: list[Message], max_tokens: int) -> bytes:
         body = {
@@ -143,6 +146,7 @@ class _Client:
         self._tls = load.target.tls()
         self._idle: list[Connection] = []
         self._samples: list[Sample] = []
+        self._ended = load.ended.open("ab", buffering=0)
 
     async def run(self, share: _Share) -> list[Sample]:
         match self._load.pace:
@@ -153,6 +157,7 @@ class _Client:
                 await self._on_time(share)
         for connection in self._idle:
             connection.close()
+        self._ended.close()
         return self._samples
 
     async def _one_by_one(self, queue: Iterator[Conversation]) -> None:
@@ -180,6 +185,7 @@ class _Client:
             if len(conversation.turns) > 1:
                 messages.append({"role": "assistant", "content": answer.text()})
         self._idle.append(connection)
+        self._ended.write(b".")
 
     async def _ask(self, connection: Connection, body: bytes, answer: Answer) -> Sample:
         request = self._load.target.request(body)

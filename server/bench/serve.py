@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
 from radixserve.engine.errors import ConfigError
-from radixserve.server.bench.arguments import numbers, positive, span, write_json
+from radixserve.server.bench.arguments import numbers, output_file, positive, span, write_json
 from radixserve.server.bench.load import ClosedLoop, Load, OpenLoop, Pace, Sample, run_load
 from radixserve.server.bench.plot import check_plot, plot_curves, plot_spread
+from radixserve.server.bench.progress import shown_count
 from radixserve.server.bench.report import Goal, Summary, summarize, table
 from radixserve.server.bench.streaming import Target
 from radixserve.server.bench.workload import Workload
@@ -47,6 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     samples: list[Sample] = []
     for seed, pace in enumerate(_paces(options), options.seed):
         size, default_count = _size(pace)
+        conversations = workload.draw(options.requests or default_count, seed)
         load = Load(
             target,
             model,
@@ -56,7 +59,8 @@ def run(arguments: Sequence[str]) -> int:
             timeout_s=options.timeout,
             seed=seed,
         )
-        runs = run_load(load, workload.draw(options.requests or default_count, seed))
+        with shown_count(str(pace), len(conversations)) as ended:
+            runs = run_load(replace(load, ended=ended), conversations)
         samples = [sample for run in runs for sample in run.samples]
         columns[str(pace)] = summarize(runs, goal)
         for error in sorted({sample.error for sample in samples if sample.error}):
@@ -128,8 +132,8 @@ def build_parser() -> Parser:
     add(
         "--seed", type=int, default=0, help="seed of the first load, the next ones have the next (default: %(default)s)"
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    add("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg or .pdf")
+    add("--json", type=output_file, metavar="FILE", help="write the figures there as well")
+    add("--plot", type=output_file, metavar="FILE", help="draw them: .png, .svg or .pdf")
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import unicodedata
@@ -124,7 +125,7 @@ def _harmless(text: str) -> str:
 
 def _typed_lines() -> Iterator[str]:
     session: PromptSession[str] = PromptSession(
-        "> ", history=FileHistory(_history_file()), multiline=True, key_bindings=_key_bindings()
+        "> ", history=_History(_history_file()), multiline=True, key_bindings=_key_bindings()
     )
     while True:
         try:
@@ -133,6 +134,14 @@ def _typed_lines() -> Iterator[str]:
             continue
         except EOFError:
             return
+
+
+class _History(FileHistory):
+    """Where it cannot be written (no home, a full disk), it lasts as long as the chat."""
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            super().store_string(string)
 
 
 def _key_bindings() -> KeyBindings:
@@ -152,5 +161,6 @@ def _key_bindings() -> KeyBindings:
 def _history_file() -> str:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "radixserve"
-    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     return str(folder / "chat_history")

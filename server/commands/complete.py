@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -26,12 +25,9 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("the prompt is empty: give it as an argument or on standard input")
     reply = Reply()
     with connected(flags, serve_options) as client:
-        try:
-            for piece in client.stream(COMPLETION_PATH, {"prompt": prompt}, reply):
-                print(piece, end="", flush=True)
-            print(flush=True)
-        except BrokenPipeError:  # `| head` has seen enough; Python must not complain about it when it exits
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for piece in client.stream(COMPLETION_PATH, {"prompt": prompt}, reply):
+            print(piece, end="", flush=True)
+        print(flush=True)
     if flags.stats:
         print(reply.summary(), file=sys.stderr)
     return 0

@@ -48,13 +48,25 @@ def test_sampling_flags_reach_the_engine(service: Service) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.25, 7)
 
 
-def test_a_reader_that_has_enough_is_no_error(service: Service) -> None:
-    command = [*RADIXSERVE, "complete", "<<abc>> {slow}", "--url", service.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_a_reader_that_has_enough_is_no_error(service: Service, command: str) -> None:
+    line = [*RADIXSERVE, command, "--url", service.url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(b"<<abc>> {slow}\n")
+        process.stdin.close()
         assert process.stdout.read(1) == b"a"
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(20) == 0
+
+
+@pytest.mark.parametrize("command", ["complete x --url URL", "models"])
+def test_a_full_disk_is_told_in_one_line(service: Service, command: str) -> None:
+    with open("/dev/full", "w") as full:
+        line = [*RADIXSERVE, *command.replace("URL", service.url).split()]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (2, "radixserve: error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize(
@@ -171,3 +183,13 @@ def test_a_terminal_has_many_lines_ctrl_c_history_and_ctrl_d(service: Service, t
         screen.type("\x04")
         assert screen.process.wait(20) == 0
     assert "two" in (tmp_path / "radixserve" / "chat_history").read_text()
+
+
+def test_a_chat_needs_no_place_for_its_history(service: Service) -> None:
+    with terminal(Path("/proc/none"), "--url", service.url) as screen:
+        screen.expect(READY)
+        screen.type("<<hello>>\r")
+        screen.expect("hello\r\n")
+        screen.expect(READY)
+        screen.type("\x04")
+        assert screen.process.wait(20) == 0

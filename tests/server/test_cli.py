@@ -76,6 +76,7 @@ def test_help_breaks_no_word_on_a_narrow_terminal(
             "--num-pages is an option of `radixserve serve`; those follow --: radixserve chat -- --num-pages=40",
         ),
         (["bench", "serve", "--client", "4"], "unknown option --client; did you mean --clients?"),
+        (["bench", "serve", "--json", "/no/such/file"], "--json: /no/such/file cannot be written"),
         (["bench", "offline", "--port", "x"], "--port: 'x' is not allowed, it should be a valid integer"),
         (["doctor", "--port", "x"], "--port: invalid int value: 'x'"),
         (["models", "one", "two"], "unexpected argument two"),

@@ -32,7 +32,9 @@ def sent(service: Service, first: int) -> list[str]:
             for s in service.engine.submits[first:]]  # fmt: skip
 
 
-def test_a_closed_loop_is_answered_and_counted(service: Service, tmp_path: Path) -> None:
+def test_a_closed_loop_is_answered_and_counted(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = len(service.engine.submits)
     found = loads(service, tmp_path, "--clients=1,3", "--requests=7")
     assert list(found) == ["1 clients", "3 clients"] and len(service.engine.submits) == first + 14
@@ -44,6 +46,8 @@ def test_a_closed_loop_is_answered_and_counted(service: Service, tmp_path: Path)
         assert summary["output_tokens_per_s"] * summary["wall_s"] == pytest.approx(tokens)
         assert 0 < summary["ttft_p50_ms"] <= summary["ttft_p99_ms"] <= summary["total_p99_ms"]
         assert summary["client_us_per_chunk"] > 0
+    told = capsys.readouterr().err.splitlines()
+    assert "1 clients: 7 of 7 conversations" in told and told[-1] == "3 clients: 7 of 7 conversations"
 
 
 def test_an_open_loop_takes_as_long_as_its_arrivals(service: Service, tmp_path: Path) -> None:
