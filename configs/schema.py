@@ -92,6 +92,9 @@ class CacheOptions(OptionGroup):
     """KV cache"""
 
     page_size: int | None = Field(None, ge=1, le=64, description="Tokens a page holds (default: by device)")
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="fp8: keys and values in 8 bits, so that twice the tokens fit (auto: as --dtype)"
+    )
     num_pages: int | None = Field(None, ge=1, description="KV pages (default: sized from free memory)")
     radix_eviction_policy: Literal["lru", "lfu", "fifo"] = Field(
         "lru", description="Which cached prefix goes first: least recently used, least often used, or oldest"

@@ -16,6 +16,7 @@ from radixserve.engine.errors import ConfigError
 from radixserve.engine.grammars import XGrammars
 from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts, shared_batch_sizes
 from radixserve.engine.host import available_memory
+from radixserve.engine.kv_scales import scale_kv
 from radixserve.engine.load_model import load_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
@@ -41,6 +42,7 @@ from radixserve.engine.weight_packing import describe_weights
 from radixserve.engine.weights import Progress
 from radixserve.kernels.interface import AttentionKernel, AttentionShape
 from radixserve.kernels.native_ops import NativeAttention, NativeOps
+from radixserve.kernels.quantized import FP8
 from radixserve.kernels.select import (
     BackendUnavailable,
     select_attention,
@@ -105,6 +107,8 @@ def _build(design: Design, ranks: TorchRanks | None, progress: Progress) -> Buil
     model = load_model(
         config, design.files, spec, kernels.dtype, sizes.device, sizes.max_model_len, packing, progress, shard
     )
+    if sizes.kv_dtype == FP8:
+        scale_kv(model)
     progress("sizing the KV cache", 1.0)
     if ranks is not None:
         kernels = replace(kernels, ops=ParallelOps(kernels.ops, shard, ranks, spec.vocab_size))
@@ -122,6 +126,7 @@ def _assemble(design: Design, runner: ModelRunner, num_pages: int, weights: str)
     page_size, order = sizes.page_size, config.radix_eviction_policy
     prefixes = NaivePrefixCache(page_size) if config.disable_radix_cache else RadixPrefixCache(page_size, order)
     pool_tokens = num_pages * page_size
+    kv_type = " in fp8" if sizes.kv_dtype == FP8 else ""
     shorter = f", requests of up to {pool_tokens:,}" if pool_tokens < sizes.max_model_len else ""
     return BuiltEngine(
         runner=ProfiledRunner(runner, Path(config.profile)) if config.profile and not design.shard.rank else runner,
@@ -140,7 +145,7 @@ def _assemble(design: Design, runner: ModelRunner, num_pages: int, weights: str)
         description=(
             f"{config.model} ({spec.family}) in {weights} on {_where(design)}; "
             f"kernels: attention {runner.attention}, layers {type(kernels.ops).__name__}{kernels.notice}; "
-            f"KV cache of {pool_tokens:,} tokens ({num_pages:,} pages of {page_size}); "
+            f"KV cache of {pool_tokens:,} tokens{kv_type} ({num_pages:,} pages of {page_size}); "
             f"context of {sizes.max_model_len:,} tokens{shorter}"
         ),
     )
@@ -169,10 +174,11 @@ class _Parts:
             spec.num_kv_heads,
             spec.head_dim,
             sizes.page_size,
-            sizes.kv_dtype,
+            self.kernels.dtype if sizes.kv_dtype == FP8 else sizes.kv_dtype,
             spec.attention_scale,
             spec.attention_softcap,
             spec.windows,
+            sizes.kv_dtype,
         )
         try:
             model, attention = self._with_attention(shape)

@@ -13,10 +13,12 @@ from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.registry import create_model
+from radixserve.engine.quantized_model import check_quantization
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.sizing import (
     check_num_pages,
     choose_dtype,
+    choose_kv_dtype,
     choose_max_num_seqs,
     choose_model_len,
     choose_native_kv_dtype,
@@ -83,6 +85,7 @@ class Design:
         spec = load_spec(files)
         local_spec(spec, shard.size)  # refuses what cannot be cut
         kernels = _choose_kernels(config, spec, device, progress)
+        check_quantization(config, files, spec, is_native=isinstance(kernels.ops, NativeOps))
         return cls(config, shard, files, spec, kernels, _resolve_sizes(config, spec, kernels, device))
 
 
@@ -133,9 +136,10 @@ def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: Kernels, devic
     is_native = isinstance(kernels.ops, NativeOps)
     max_model_len, page_size = choose_model_len(config, spec), choose_page_size(config)
     check_num_pages(config, page_size, max_model_len)
+    kv_dtype = choose_native_kv_dtype(config, config.dtype) if is_native else choose_kv_dtype(config, kernels.dtype)
     return Sizes(
         device=device,
-        kv_dtype=choose_native_kv_dtype(config.dtype) if is_native else kernels.dtype,
+        kv_dtype=kv_dtype,
         max_model_len=max_model_len,
         page_size=page_size,
         step_tokens=choose_step_tokens(config, device.type),

@@ -18,7 +18,7 @@ from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
 from radixserve.engine.models.registry import create_model
-from radixserve.engine.quantized_model import check_quantization, form_of, quantize_as_stored, quantize_model
+from radixserve.engine.quantized_model import form_of, quantize_as_stored, quantize_model
 from radixserve.engine.quantized_weights import quantized_tensors
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.weight_packing import model_bytes, pack_model
@@ -43,7 +43,6 @@ def load_model(
     """The part ``shard`` of the model of ``files``, whose ``spec`` this is, on ``device``; ``packing``:
     ``--cpu-weights`` for the native CPU kernels, None for others. Raises ``ConfigError`` when memory is short or the
     model cannot be cut so, ``ModelError`` when the weights do not fit the spec."""
-    check_quantization(config, files, spec, packing)
     stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec))
     # Quantized matrices are not cut: ranks hold their parts dequantized.
     quantize = None if packing or shard.size > 1 else _quantize(config, spec, stored)

@@ -19,13 +19,13 @@ from radixserve.kernels.quantized import GROUPS, Form
 _KEPT = ("lm_head", "mlp.gate")
 
 
-def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, packing: str | None) -> None:
-    """Raises ``ConfigError`` where ``--quantization`` is not for the model, or for the kernels."""
+def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, *, is_native: bool) -> None:
+    """Raises ``ConfigError`` where ``--quantization`` is not for the model or the kernels (``is_native``: a CPU's)."""
     option = config.quantization
     if option == "auto" or (spec.quantization is not None and spec.quantization.layout == option):
         return
     problem = None
-    if packing is not None:
+    if is_native:
         problem = "does not go with the native CPU kernels; use --cpu-weights int8 or int4"
     elif config.tensor_parallel_size > 1:
         problem = "does not go with --tensor-parallel-size above 1"

@@ -42,8 +42,22 @@ def wants_native(options: RunnerOptions, dtype: str, device: str) -> bool:
     return options.cpu_weights != "auto" or dtype == "auto"
 
 
-def choose_native_kv_dtype(requested: str) -> torch.dtype:
+def choose_kv_dtype(options: CacheOptions, dtype: torch.dtype) -> torch.dtype:
+    """Beside activations of ``dtype``. Raises ``ConfigError`` for types that do not go together."""
+    if options.kv_cache_dtype == "auto":
+        return dtype
+    if dtype == torch.float16:  # weights that are made smaller by a factor lose bits there
+        raise ConfigError("kv_cache_dtype fp8 does not go with dtype float16; use --dtype bfloat16")
+    return torch.float8_e4m3fn
+
+
+def choose_native_kv_dtype(options: CacheOptions, requested: str) -> torch.dtype:
     """Raises ``ConfigError`` for what the native kernels do not store."""
+    if options.kv_cache_dtype == "fp8":
+        raise ConfigError(
+            "kv_cache_dtype fp8 does not go with the native CPU kernels; use --cpu-weights fp32, which is much slower, "
+            "or leave --kv-cache-dtype away"
+        )
     if requested == "float16":
         raise ConfigError("dtype float16 does not go with --cpu-weights; use --dtype bfloat16 or float32")
     return torch.bfloat16 if requested == "auto" else _DTYPES[requested]

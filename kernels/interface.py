@@ -26,11 +26,12 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    dtype: torch.dtype  # of q, k and v
+    dtype: torch.dtype  # of q, k and v as they are computed
     scale: float | None = None  # of q . k; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # scaled scores become softcap * tanh(score / softcap) (Gemma 2)
     # Each that some layer has: how many tokens a query sees, itself included; None: all before it.
     windows: tuple[int | None, ...] = (None,)
+    cache_dtype: torch.dtype | None = None  # of k and v in the cache, if another: e4m3, to be cast after each load
 
     @property
     def score_scale(self) -> float:

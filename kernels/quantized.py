@@ -85,7 +85,7 @@ def quantize(values: Tensor, form: Form) -> QuantizedMatrix:
     largest = groups.abs().amax(2).clamp_min(_SMALLEST_SCALE)
     if form.bits == 8:
         scales = largest / FP8_MAX
-        rounded = (groups / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)  # a cast alone makes larger ones NaN
+        rounded = (groups / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)  # some casts make larger ones NaN
         return QuantizedMatrix(form, rounded.view(rows, cols), scales)
     scales = largest / 7
     nibbles = (groups / scales[..., None]).round_().add_(8).to(torch.uint8).view(rows, cols)

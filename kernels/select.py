@@ -169,7 +169,9 @@ def _cuda_attention(
         return SplitAttention(decodes, chunks, unplanned)
     from radixserve.kernels.triton_shared_attention import TritonSharedAttention
 
-    return SplitAttention(decodes, chunks, unplanned, TritonSharedAttention(decodes, max_seqs, device))
+    value_bytes = (shape.cache_dtype or shape.dtype).itemsize
+    shared = TritonSharedAttention(decodes, max_seqs, device, value_bytes=value_bytes)
+    return SplitAttention(decodes, chunks, unplanned, shared)
 
 
 def _has_pdl(device: torch.device) -> bool:

@@ -190,10 +190,11 @@ class TorchAttention:
 
     def _gather(self, group: _DecodeGroup, cache: Tensor) -> Tensor:
         """[n, kv_heads, L, D] of a cache [slots, kv_heads, D]."""
-        return cache.index_select(0, group.slots).view(group.num_sequences, -1, *cache.shape[1:]).transpose(1, 2)
+        found = cache.index_select(0, group.slots).to(self._shape.dtype)
+        return found.view(group.num_sequences, -1, *cache.shape[1:]).transpose(1, 2)
 
     def _prefill(self, chunk: _Chunk, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        k, v = (kv.index_select(0, chunk.slots).transpose(0, 1)[None] for kv in (keys, values))
+        k, v = (kv.index_select(0, chunk.slots).to(q.dtype).transpose(0, 1)[None] for kv in (keys, values))
         return self._attend(q.transpose(0, 1)[None], k, v, chunk.mask, is_causal=chunk.mask is None)[0].transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:

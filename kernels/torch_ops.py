@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels.quantized import QuantizedMatrix
+from radixserve.kernels.quantized import FP8, QuantizedMatrix
 
 # More tokens than ever lie within one bf16 rounding step of the largest logit.
 _REFINED_LOGITS = 16
@@ -141,8 +141,11 @@ def _store(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
         # Padding repeats the first real token: shapes then do not depend on the data, and a device need not be asked.
         tokens = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), (slots >= 0).int().argmax())
         k, v, slots = k[tokens], v[tokens], slots[tokens]
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        lines, new = cache.view(-1, *new.shape[1:]), new.to(cache.dtype)
+        if cache.dtype == FP8:  # which torch does not scatter
+            lines, new = lines.view(torch.uint8), new.view(torch.uint8)
+        lines.index_copy_(0, slots, new)
 
 
 def _refine_largest(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:

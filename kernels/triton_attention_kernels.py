@@ -94,7 +94,7 @@ def attend(
         page = tl.load(table_row_ptr + token // PAGE, mask=valid, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         offset = slot[:, None] * slot_stride + dim[None, :]
-        k = tl.load(k_ptr + offset, mask=inside(valid, D, WIDTH), other=0.0)
+        k = tl.load(k_ptr + offset, mask=inside(valid, D, WIDTH), other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k)) * scale
         if SOFTCAP > 0:  # a float is no condition to Triton
             score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score) + 1)  # SOFTCAP * tanh
@@ -103,7 +103,7 @@ def attend(
         shrink = tl.exp2(top - new_top)
         weight = tl.exp2(score - new_top[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        v = tl.load(v_ptr + offset, mask=inside(valid, D, WIDTH), other=0.0)
+        v = tl.load(v_ptr + offset, mask=inside(valid, D, WIDTH), other=0.0).to(q.dtype)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
         top = new_top
     return acc, top, total

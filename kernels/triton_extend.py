@@ -146,7 +146,7 @@ def _extend(
             page = tl.load(table_row_ptr + key // PAGE, mask=key < end, other=0)
             slot = page.to(tl.int64) * PAGE + key % PAGE
             offset = (slot[:, None] * KV_HEADS + head) * D + dim[None, :]
-            k = tl.load(k_ptr + offset, mask=inside(key < end, D, WIDTH), other=0.0)
+            k = tl.load(k_ptr + offset, mask=inside(key < end, D, WIDTH), other=0.0).to(q.dtype)
             score = tl.dot(q, tl.trans(k)) * scale
             if SOFTCAP > 0:
                 score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score) + 1)  # SOFTCAP * tanh
@@ -158,7 +158,7 @@ def _extend(
             shrink = tl.exp2(top - new_top)
             weight = tl.exp2(score - new_top[:, None])
             total = total * shrink + tl.sum(weight, 1)
-            v = tl.load(v_ptr + offset, mask=inside(key < end, D, WIDTH), other=0.0)
+            v = tl.load(v_ptr + offset, mask=inside(key < end, D, WIDTH), other=0.0).to(q.dtype)
             acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
             top = new_top
         # Padding may have no keys at all.

@@ -117,8 +117,10 @@ def _rope_store(
     kept = inside & (slot >= 0)
     spot = slot * KV_HEADS * D + dim[None, :]
     k_head = (head - Q_HEADS)[:, None]
-    tl.store(k_ptr + spot + k_head * D, turned.to(dtype), mask=kept & ~is_q[:, None] & ~is_v[:, None])
-    tl.store(v_ptr + spot + (k_head - KV_HEADS) * D, value.to(dtype), mask=kept & is_v[:, None])
+    # Rounded to the type of activations first, as everywhere, where the cache has a narrower one.
+    key, value = turned.to(dtype).to(k_ptr.dtype.element_ty), value.to(dtype).to(v_ptr.dtype.element_ty)
+    tl.store(k_ptr + spot + k_head * D, key, mask=kept & ~is_q[:, None] & ~is_v[:, None])
+    tl.store(v_ptr + spot + (k_head - KV_HEADS) * D, value, mask=kept & is_v[:, None])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, pdl: bool) -> Tensor:

@@ -18,7 +18,7 @@ from radixserve.engine.model_spec import ModelSpec
 from radixserve.server.commands.gpus import Gpu, find_gpus
 from radixserve.server.commands.parser import Parser
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def build_parser() -> Parser:
@@ -99,7 +99,7 @@ def _inspect(files: ModelFiles) -> Iterator[str]:
     yield f"parameters    {_num_parameters(files) / 1e6:,.1f} million"
     yield f"weights       {_size(_weight_bytes(files))} on disk{_format(spec, files)}, made for {spec.dtype}"
     yield f"context       {spec.max_position} tokens, vocabulary {spec.vocab_size}"
-    for dtype in ("bfloat16", "float32"):
+    for dtype in ("fp8", "bfloat16", "float32"):
         yield f"KV cache      {_kv_bytes_per_token(spec, dtype):,} bytes a token in {dtype}"
     yield from _fits(spec, files, find_gpus())
 
