@@ -17,6 +17,7 @@ from torch import Tensor
 
 from radixserve.kernels.cuda_ops import CudaOps
 from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.quantized import Product, QuantizedMatrix
 from radixserve.kernels.triton_experts import Tiles
 from radixserve.kernels.triton_extend import TritonExtendAttention
 from radixserve.kernels.triton_linear import Tile, tiled_linear
@@ -59,6 +60,9 @@ class InvariantCudaOps(CudaOps):
         if bias is None:
             return self._product(y, weight, residual=stream), None
         return stream, self.linear(y, weight, bias)
+
+    def _choose_product(self, num_tokens: int, matrix: QuantizedMatrix) -> Product:
+        return Product.WIDE
 
     def _tiles(self, num_tokens: int, per_token: int, num_experts: int) -> Tiles:
         return _EXPERT_TILES

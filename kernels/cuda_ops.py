@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels import triton_experts, triton_linear, triton_ops
-from radixserve.kernels.quantized import QuantizedMatrix
+from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton_quantized
+from radixserve.kernels.quantized import Product, QuantizedMatrix, choose_product
 from radixserve.kernels.torch_ops import TorchOps
 
 _MAX_TOKENS_IN_PARTS = 256
@@ -16,10 +16,11 @@ _MAX_COLUMNS_IN_PARTS = 4096
 
 class CudaOps:
     """Stateless; see ``Ops`` for shapes. ``pdl``: programmatic dependent launch (compute capability 9.0 and later).
-    ``experts``: whose mixtures of experts are used; None: those of ``triton_experts``."""
+    ``experts``: whose mixtures of experts are used; None: those of ``triton_experts``. ``multiplies_fp8``: whether
+    the device does, with scales of rows."""
 
-    def __init__(self, pdl: bool, experts: TorchOps | None = None) -> None:
-        self._pdl, self._experts = pdl, experts
+    def __init__(self, pdl: bool, experts: TorchOps | None = None, *, multiplies_fp8: bool = False) -> None:
+        self._pdl, self._experts, self._multiplies_fp8 = pdl, experts, multiplies_fp8
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         rows = F.embedding(ids, weight)
@@ -115,7 +116,18 @@ class CudaOps:
         return F.linear(y, weight, bias)
 
     def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
-        return self.linear(y, matrix.dequantized(y.dtype), bias)
+        if matrix.order is not None:
+            y = y.index_select(1, matrix.order)
+        match self._choose_product(len(y), matrix):
+            case Product.NARROW:
+                return triton_quantized.narrow_linear(y, matrix, bias, self._pdl)
+            case Product.SCALED:
+                return triton_quantized.scaled_linear(y, matrix, bias, self._pdl)
+            case Product.WIDE:
+                return self.linear(y, triton_quantized.dequantize(matrix, y.dtype), bias)
+
+    def _choose_product(self, num_tokens: int, matrix: QuantizedMatrix) -> Product:
+        return choose_product(num_tokens, matrix.form, matrix.shape, has_scaled=self._multiplies_fp8)
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

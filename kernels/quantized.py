@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ FP8_MAX = 448.0
 UNIT = 32  # columns of 4 bits that lie together
 GROUPS = (32, 64, 128)  # columns that may share a scale, if not a whole row does
 
-_SMALLEST_SCALE = 1e-12  # of rows that are all zero
+SMALLEST_SCALE = 1e-12  # of rows that are all zero
+# Tokens of a product whose weights are widened on the way: more are cheaper with what has to be done just once.
+_MOST_NARROW, _MOST_NARROW_BESIDE_SCALED = 128, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def quantize(values: Tensor, form: Form) -> QuantizedMatrix:
     """Round values [N, K] so that the largest of each row or group keeps its size."""
     rows, cols = values.shape
     groups = values.float().view(rows, -1, form.group or cols)
-    largest = groups.abs().amax(2).clamp_min(_SMALLEST_SCALE)
+    largest = groups.abs().amax(2).clamp_min(SMALLEST_SCALE)
     if form.bits == 8:
         scales = largest / FP8_MAX
         rounded = (groups / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)  # some casts make larger ones NaN
@@ -90,6 +93,24 @@ def quantize(values: Tensor, form: Form) -> QuantizedMatrix:
     scales = largest / 7
     nibbles = (groups / scales[..., None]).round_().add_(8).to(torch.uint8).view(rows, cols)
     return QuantizedMatrix(form, pack_nibbles(nibbles), scales, torch.full_like(scales, 8, dtype=torch.int8))
+
+
+class Product(Enum):
+    """How a quantized matrix is multiplied on CUDA: with weights that are widened on the way, on the units for e4m3
+    with activations rounded to it, or dequantized before."""
+
+    NARROW = "narrow"
+    SCALED = "scaled"
+    WIDE = "wide"
+
+
+def choose_product(num_tokens: int, form: Form, shape: tuple[int, int], *, has_scaled: bool) -> Product:
+    """``shape``: of the matrix; ``has_scaled``: whether the device and its library multiply e4m3 with a scale for each
+    row. Estimated, not measured."""
+    can_scale = has_scaled and form == Form(8, None) and not any(size % 16 for size in shape)
+    if num_tokens > (_MOST_NARROW_BESIDE_SCALED if can_scale else _MOST_NARROW):
+        return Product.SCALED if can_scale else Product.WIDE
+    return Product.WIDE if shape[1] % 16 else Product.NARROW
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ def select_ops(
     from radixserve.kernels.cuda_ops import CudaOps
 
     experts = by_torch if moe_backend == "torch" else None
-    return (InvariantCudaOps if deterministic else CudaOps)(_has_pdl(device), experts)
+    is_hopper = _has_pdl(device)  # or later: torch's products of e4m3 with scales of rows are made for it
+    return (InvariantCudaOps if deterministic else CudaOps)(is_hopper, experts, multiplies_fp8=is_hopper)
 
 
 def select_draw(device: torch.device) -> DrawKernel | None:

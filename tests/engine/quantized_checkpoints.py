@@ -22,9 +22,10 @@ Written = tuple[dict[str, Tensor], Tensor]
 Writer = Callable[[Tensor], Written]
 
 
-def save_quantized(variant: str, folder: Path, write: Writer, config: dict[str, Any]) -> Any:
-    """A checkpoint in ``folder`` and its oracle, whose weights are what the checkpoint's stand for."""
-    oracle = tiny_models.make(variant)
+def save_quantized(variant: str, folder: Path, write: Writer, config: dict[str, Any], **sizes: Any) -> Any:
+    """A checkpoint in ``folder`` and its oracle, whose weights are what the checkpoint's stand for. ``sizes``: of the
+    model, where they are not the usual ones."""
+    oracle = tiny_models.make(variant, **sizes)
     path = tiny_models.save(oracle, folder) / "model.safetensors"
     stored: dict[str, Tensor] = {}
     meant = load_file(path)

@@ -25,6 +25,15 @@ from radixserve.kernels.select import select_attention
 from radixserve.kernels.shared_prefix import PrefixGroups
 from radixserve.tests.engine import tiny_models
 from radixserve.tests.engine.oracle import load_default_model, recorded_answers
+from radixserve.tests.engine.quantized_checkpoints import (
+    BLOCK,
+    Writer,
+    awq,
+    fp8_by_block,
+    fp8_by_row,
+    gptq_in_another_order,
+    save_quantized,
+)
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -39,6 +48,9 @@ SIZES: dict[str, Any] = {
     "head_dim": 128,
     "initializer_range": 0.08,
 }
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 SMALL_HEADS: dict[str, Any] = {
     "hidden_size": 576,
     "head_dim": 64,
@@ -262,3 +274,30 @@ def test_reading_shared_prefixes_once_changes_no_answer(llama: Model, options: d
     prompts += [tiny_models.random_ids(50, seed=200 + i) for i in range(4)]
     with llama.open(max_num_seqs=72, num_pages=65536 // options.get("page_size", 16), **options) as llm:
         llama.check(llm.generate(prompts, greedy()))
+
+
+@pytest.mark.parametrize(
+    ("write", "config", "options"),
+    [
+        (fp8_by_row, FP8, {}),
+        (fp8_by_block, {**FP8, "weight_block_size": BLOCK}, {}),
+        (gptq_in_another_order, GPTQ, {}),
+        (awq, AWQ, {"enforce_eager": True, "kv_cache_dtype": "fp8"}),
+        (fp8_by_row, FP8, {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 48}),
+        (gptq_in_another_order, GPTQ, {"deterministic": True, "kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_quantized_weights_and_caches_are_near_what_they_stand_for(
+    write: Writer, config: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Prompts of one and of many tokens, and decodes that continue them, so each product gets its turn."""
+    oracle = save_quantized("llama", tmp_path, write, config, **SIZES)
+    with Model(str(tmp_path), oracle).open(**options) as llm:
+        rules = greedy(prompt_logprobs=0, logprobs=0)
+        for completion in llm.generate(tiny_models.PROMPTS[1:], rules):
+            assert completion.prompt_logprobs is not None and completion.logprobs is not None
+            ids = completion.prompt_token_ids + completion.token_ids
+            exact = tiny_models.logits(oracle, ids).log_softmax(-1)[:-1]
+            found = [entry.logprob for entry in (*completion.prompt_logprobs[1:], *completion.logprobs) if entry]
+            expected = exact.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            assert float((torch.tensor(found) - expected).abs().mean()) < 0.15 * float(exact.std())

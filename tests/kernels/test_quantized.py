@@ -1,0 +1,137 @@
+"""Quantized matrices: how they are rounded and packed, and the Triton products against torch.
+
+The Triton kernels run on a GPU or, where triton is installed, in its interpreter:
+``TRITON_INTERPRET=1 scripts/test tests/kernels/test_quantized.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.kernels.quantized import (
+    FP8,
+    Form,
+    Product,
+    QuantizedMatrix,
+    choose_product,
+    pack_nibbles,
+    quantize,
+    unpack_nibbles,
+)
+from radixserve.kernels.torch_ops import TorchOps
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter has no bf16 products
+TOLERANCE = 1e-2 if DEVICE.type == "cuda" else 1e-5
+triton_test = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("default")
+FORMS = [Form(8, None), Form(8, 128), Form(8, 32), Form(4, 32), Form(4, 64), Form(4, 128)]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def error(out: Tensor, reference: Tensor) -> float:
+    return float((out.float() - reference.float()).norm() / reference.float().norm())
+
+
+def matrix_of(form: Form, rows: int, cols: int) -> QuantizedMatrix:
+    """With zero points that differ, and columns in another order where the form says so."""
+    matrix = quantize(torch.randn(rows, cols, device=DEVICE), form)
+    if matrix.zeros is not None:
+        matrix.zeros.copy_(torch.randint(0, 17, matrix.zeros.shape, device=DEVICE))
+    if not form.reordered:
+        return matrix
+    order = torch.randperm(cols, device=DEVICE)
+    return QuantizedMatrix(form, matrix.values, matrix.scales, matrix.zeros, order)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_values_are_rounded_by_less_than_a_step(form: Form) -> None:
+    values = torch.randn(48, 256, device=DEVICE) * torch.logspace(-3, 3, 48, device=DEVICE)[:, None]
+    values[5] = 0
+    matrix = quantize(values, form)
+    assert matrix.shape == values.shape
+    back = matrix.dequantized(torch.float32)
+    largest = values.view(48, -1, form.group or 256).abs().amax(2).repeat_interleave(form.group or 256, 1)
+    step = values.abs() / 15 + largest / 448 / 64 if form.bits == 8 else largest / 13
+    assert ((back - values).abs() <= step).all()
+
+
+def test_nibbles_are_unpacked_as_they_were_packed() -> None:
+    nibbles = torch.randint(0, 16, (6, 96), dtype=torch.uint8, device=DEVICE)
+    assert torch.equal(unpack_nibbles(pack_nibbles(nibbles)), nibbles)
+
+
+def test_columns_in_another_order_are_multiplied_with_their_own_inputs() -> None:
+    matrix = matrix_of(Form(4, 32, reordered=True), 24, 64)
+    assert matrix.order is not None
+    plain = QuantizedMatrix(Form(4, 32), matrix.values, matrix.scales, matrix.zeros)
+    x = randn(3, 64)
+    ours = TorchOps().quantized_linear(x, matrix)
+    assert error(ours, TorchOps().quantized_linear(x[:, matrix.order], plain)) < TOLERANCE
+
+
+def test_the_product_is_chosen_by_tokens_and_form() -> None:
+    by_row, by_group, shape = Form(8, None), Form(8, 128), (4096, 1024)
+    assert choose_product(1, by_row, shape, has_scaled=True) == Product.NARROW
+    assert choose_product(17, by_row, shape, has_scaled=True) == Product.SCALED
+    assert choose_product(17, by_row, shape, has_scaled=False) == Product.NARROW
+    assert choose_product(2048, by_row, shape, has_scaled=False) == Product.WIDE
+    assert choose_product(2048, by_row, (4096, 1000), has_scaled=True) == Product.WIDE
+    assert choose_product(100, by_group, shape, has_scaled=True) == Product.NARROW
+    assert choose_product(2048, Form(4, 128), shape, has_scaled=True) == Product.WIDE
+
+
+# ---- Triton ----
+
+
+@triton_test
+@pytest.mark.parametrize("form", [*FORMS, Form(4, 64, reordered=True)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 17, 70, 200])
+def test_products_equal_torchs(form: Form, num_tokens: int) -> None:
+    cuda_ops = pytest.importorskip("radixserve.kernels.cuda_ops")
+    ops = cuda_ops.CudaOps(pdl=not INTERPRETED)
+    matrix, x, bias = matrix_of(form, 50, 256), randn(num_tokens, 256), randn(50)
+    for added in (None, bias):
+        assert error(ops.quantized_linear(x, matrix, added), TorchOps().quantized_linear(x, matrix, added)) < TOLERANCE
+
+
+@triton_test
+def test_deterministic_products_do_not_depend_on_the_batch() -> None:
+    cuda_invariant = pytest.importorskip("radixserve.kernels.cuda_invariant")
+    ops = cuda_invariant.InvariantCudaOps(pdl=not INTERPRETED)
+    matrix, x = matrix_of(Form(4, 64), 48, 128), randn(70, 128)
+    whole = ops.quantized_linear(x, matrix)
+    assert error(whole, TorchOps().quantized_linear(x, matrix)) < TOLERANCE
+    assert all(torch.equal(ops.quantized_linear(x[i : i + 1], matrix)[0], whole[i]) for i in (0, 33, 69))
+
+
+@triton_test
+def test_tokens_are_rounded_to_e4m3_one_by_one() -> None:
+    triton_quantized = pytest.importorskip("radixserve.kernels.triton_quantized")
+    x = randn(9, 100) * torch.logspace(-4, 4, 9, device=DEVICE)[:, None].to(DTYPE)
+    x[4] = 0
+    narrow, scales = triton_quantized.quantize_tokens(x, pdl=not INTERPRETED)
+    expected = quantize(x, Form(8, None))
+    torch.testing.assert_close(scales, expected.scales)
+    assert narrow.dtype == FP8
+    # Triton's interpreter rounds up to powers of two wrongly, and a quotient's last bit may differ.
+    assert (narrow.float() == expected.values.float()).float().mean() > 0.97
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_scaled_products_are_within_the_rounding_of_their_inputs() -> None:
+    from radixserve.kernels.triton_quantized import scaled_linear
+
+    matrix, x, bias = matrix_of(Form(8, None), 96, 256), randn(70, 256), randn(96)
+    ours = scaled_linear(x, matrix, bias, pdl=True)
+    exact = quantize(x, Form(8, None)).dequantized(torch.float32) @ matrix.dequantized(torch.float32).T + bias
+    assert error(ours, exact) < TOLERANCE
+    assert error(ours, TorchOps().quantized_linear(x, matrix, bias)) < 0.05
