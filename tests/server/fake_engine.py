@@ -50,6 +50,12 @@ from radixserve.kvcache.watch import SeenNode, TreeEvent
 EOS = 256
 VOCAB_SIZE = 262
 MAX_MODEL_LEN = 512
+# Answers to ask it for.
+TWO_CALLS = (
+    'I call.\n<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
 TREE_TEXT = "a <b>secret</b>"  # of the one segment that watchers are shown
 Key = tuple[bytes, int]
 

@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from radixserve.tests.server.clients import streamed_chunks
 from radixserve.tests.server.service import CHAT, COMPLETIONS, Service
 
 
@@ -23,18 +24,6 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
 
 def prompt(text: str, **fields: Any) -> dict[str, Any]:
     return {"prompt": f"<<{text}>>", **fields}
-
-
-def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The JSON events of a stream; checks the grammar around them."""
-    answer = http.post(path, json={**body, "stream": True})
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *blocks, end = answer.content.decode("utf-8").split("\n\n")
-    assert end == ""
-    assert blocks.pop() == "data: [DONE]"
-    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
-    return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
 def deltas(chunks: list[dict[str, Any]], index: int = 0) -> list[str]:
@@ -72,7 +61,7 @@ def test_no_stream_unless_asked(http: httpx.Client, stream: bool | None) -> None
 
 
 def test_chat_stream_grammar(http: httpx.Client) -> None:
-    chunks = events(http, CHAT, ask("hello", max_tokens=4))
+    chunks = streamed_chunks(http, CHAT, ask("hello", max_tokens=4))
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     first, *rest = (chunk["choices"][0] for chunk in chunks)
@@ -84,7 +73,7 @@ def test_chat_stream_grammar(http: httpx.Client) -> None:
 
 
 def test_completion_stream_grammar(http: httpx.Client) -> None:
-    chunks = events(http, COMPLETIONS, prompt("hello"))
+    chunks = streamed_chunks(http, COMPLETIONS, prompt("hello"))
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     assert all(isinstance(chunk["choices"][0]["text"], str) for chunk in chunks)
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["stop"]
@@ -92,7 +81,7 @@ def test_completion_stream_grammar(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"continuous_usage_stats": True}])
 def test_no_usage_in_streams_unless_asked(http: httpx.Client, options: dict[str, Any] | None) -> None:
-    for chunk in events(http, CHAT, ask("hello", stream_options=options)):
+    for chunk in streamed_chunks(http, CHAT, ask("hello", stream_options=options)):
         assert chunk.get("usage") is None
         assert chunk["choices"]
 
@@ -100,7 +89,7 @@ def test_no_usage_in_streams_unless_asked(http: httpx.Client, options: dict[str,
 def test_usage_chunk_is_the_last_and_equal_to_the_whole_answers(http: httpx.Client) -> None:
     http.post(CHAT, json=ask("hello"))
     whole = http.post(CHAT, json=ask("hello")).json()
-    *others, last = events(http, CHAT, ask("hello", stream_options={"include_usage": True}))
+    *others, last = streamed_chunks(http, CHAT, ask("hello", stream_options={"include_usage": True}))
     assert last["choices"] == []
     assert last["usage"] == whole["usage"]
     assert all(chunk["usage"] is None for chunk in others)
@@ -108,7 +97,7 @@ def test_usage_chunk_is_the_last_and_equal_to_the_whole_answers(http: httpx.Clie
 
 def test_continuous_usage_grows_with_the_answer(http: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events(http, COMPLETIONS, prompt("hello", stream_options=options))
+    chunks = streamed_chunks(http, COMPLETIONS, prompt("hello", stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 6
@@ -136,7 +125,7 @@ def test_cached_tokens_are_reported_and_salted(http: httpx.Client) -> None:
 def test_stream_is_the_whole_text_and_never_half_a_character(http: httpx.Client, kind: str, text: str) -> None:
     body = ask(text) if kind == CHAT else prompt(text)
     whole = http.post(kind, json=body).json()["choices"][0]
-    pieces = deltas(events(http, kind, body))
+    pieces = deltas(streamed_chunks(http, kind, body))
     assert "".join(pieces) == text
     assert (whole["text"] if kind == COMPLETIONS else whole["message"]["content"]) == text
     assert not any("\ufffd" in piece for piece in pieces)
@@ -145,7 +134,7 @@ def test_stream_is_the_whole_text_and_never_half_a_character(http: httpx.Client,
 def test_incomplete_character_at_the_limit_is_one_replacement(http: httpx.Client) -> None:
     body = prompt("é", max_tokens=1)
     assert http.post(COMPLETIONS, json=body).json()["choices"][0]["text"] == "\ufffd"
-    assert deltas(events(http, COMPLETIONS, body)) == ["\ufffd"]
+    assert deltas(streamed_chunks(http, COMPLETIONS, body)) == ["\ufffd"]
 
 
 STOPS = [
@@ -168,7 +157,7 @@ def test_stop_strings_cut_alike_whole_and_streamed(
     assert whole["choices"][0]["message"]["content"] == expected
     assert whole["choices"][0]["finish_reason"] == reason
     assert whole["usage"]["completion_tokens"] >= 1
-    chunks = events(http, CHAT, ask(text, stop=stop))
+    chunks = streamed_chunks(http, CHAT, ask(text, stop=stop))
     assert "".join(deltas(chunks)) == expected
     assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == [reason]
     service.wait_until(lambda: not service.engine.running)
@@ -196,7 +185,7 @@ def test_stop_token_ends_the_text_and_is_named(http: httpx.Client) -> None:
 
 def test_several_choices_stream_side_by_side(http: httpx.Client, service: Service) -> None:
     body = ask("word", n=3, seed=5, stream_options={"include_usage": True})
-    chunks = events(http, CHAT, body)
+    chunks = streamed_chunks(http, CHAT, body)
     for index in range(3):
         own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         assert own[0]["delta"]["role"] == "assistant"
@@ -226,7 +215,7 @@ def test_chat_logprobs(http: httpx.Client) -> None:
         assert [entry["bytes"] for entry in whole] == [[104], [195], [169]], "one entry per visible token"
         assert [len(entry["top_logprobs"]) for entry in whole] == [top or 0] * 3
         assert all(-9999.0 <= t["logprob"] <= 0 for entry in whole for t in [entry, *entry["top_logprobs"]])
-        streamed = [c["choices"][0]["logprobs"] for c in events(http, CHAT, body)]
+        streamed = [c["choices"][0]["logprobs"] for c in streamed_chunks(http, CHAT, body)]
         assert [entry for part in streamed if part for entry in part["content"]] == whole
     assert http.post(CHAT, json=ask("hé")).json()["choices"][0]["logprobs"] is None
 
@@ -234,7 +223,7 @@ def test_chat_logprobs(http: httpx.Client) -> None:
 def test_logprobs_end_where_a_stop_string_cuts(http: httpx.Client) -> None:
     answer = http.post(CHAT, json=ask("abcdef", logprobs=True, stop="cd")).json()["choices"][0]
     assert [entry["token"] for entry in answer["logprobs"]["content"]] == ["a", "b"]
-    chunks = events(http, CHAT, ask("abcdef", logprobs=True, stop="cd"))
+    chunks = streamed_chunks(http, CHAT, ask("abcdef", logprobs=True, stop="cd"))
     streamed = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert [entry["token"] for entry in streamed] == ["a", "b"]
 
@@ -252,7 +241,7 @@ def test_completion_logprobs_are_parallel_lists(http: httpx.Client) -> None:
 
 
 def test_echo_streams_the_prompt_first(http: httpx.Client) -> None:
-    assert "".join(deltas(events(http, COMPLETIONS, prompt("abc", echo=True)))) == "<<abc>>abc"
+    assert "".join(deltas(streamed_chunks(http, COMPLETIONS, prompt("abc", echo=True)))) == "<<abc>>abc"
     ids = {"prompt": list(b"<<abc>>"), "echo": True}
     assert http.post(COMPLETIONS, json=ids).json()["choices"][0]["text"] == "<<abc>>abc"
 
@@ -275,7 +264,7 @@ def test_token_ids_extension(http: httpx.Client) -> None:
     choice = http.post(COMPLETIONS, json=prompt("ab", return_token_ids=True)).json()["choices"][0]
     assert choice["token_ids"] == [97, 98, 256]
     assert bytes(choice["prompt_token_ids"]) == b"<<ab>>"
-    chunks = events(http, CHAT, ask("ab", return_token_ids=True))
+    chunks = streamed_chunks(http, CHAT, ask("ab", return_token_ids=True))
     assert sum((chunk["choices"][0].get("token_ids", []) for chunk in chunks), []) == [97, 98, 256]
     assert chunks[0]["prompt_token_ids"]
 

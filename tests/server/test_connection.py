@@ -3,20 +3,13 @@
 import json
 import socket
 import time
-from typing import Any
 
 import pytest
 
+from radixserve.tests.server.clients import chunks_in, connect, request_bytes
 from radixserve.tests.server.service import COMPLETIONS, Service, wait_until
 
 UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
-
-
-def request_bytes(body: dict[str, Any], headers: str = "") -> bytes:
-    content = json.dumps(body)
-    return (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n{headers}\r\n{content}".encode()
-    )
 
 
 def answer(client: socket.socket) -> str:
@@ -33,13 +26,13 @@ def answer(client: socket.socket) -> str:
 
 @pytest.mark.parametrize("piece", [1 << 20, 150, 7])
 def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(service: Service, piece: int) -> None:
-    with socket.create_connection(service.address, timeout=10) as client:
+    with connect(service) as client:
         for text in ("one", "two"):
-            sent = request_bytes({"prompt": f"<<{text}>>"}, UPGRADE)
+            sent = request_bytes(COMPLETIONS, {"prompt": f"<<{text}>>"}, UPGRADE)
             for start in range(0, len(sent), piece):
                 client.sendall(sent[start : start + piece])
             assert answer(client) == text
-        client.sendall(request_bytes({"prompt": "<<three>>"}))
+        client.sendall(request_bytes(COMPLETIONS, {"prompt": "<<three>>"}))
         assert answer(client) == "three"
 
 
@@ -49,10 +42,10 @@ def test_a_client_that_leaves_ends_the_request_being_answered_and_those_behind_i
     service: Service, stream: bool, late: bool
 ) -> None:
     ids = [f"pipelined-{stream}-{late}-{i}" for i in range(3)]
-    client = socket.create_connection(service.address, timeout=10)
+    client = connect(service)
     for request_id in ids:
         body = {"prompt": "{silent}", "ignore_eos": True, "stream": stream, "request_id": request_id}
-        client.sendall(request_bytes(body))
+        client.sendall(request_bytes(COMPLETIONS, body))
         if late:  # what comes now finds an answer under way
             wait_until(lambda: any(r.submit.request_id == ids[0] for r in list(service.engine.running.values())))
             time.sleep(0.05)
@@ -72,23 +65,23 @@ def test_http_1_0_clients_get_plain_answers_that_end_with_the_connection(service
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_http_1_0_clients_get_streams_without_chunks(service: Service, stream: bool) -> None:
-    request = request_bytes({"prompt": "<<one two three>>", "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    request = request_bytes(COMPLETIONS, {"prompt": "<<one two three>>", "stream": stream}).replace(
+        b"HTTP/1.1", b"HTTP/1.0"
+    )
     head, body = whole_answer(service, request)
     assert head.startswith("http/1.1 200") and "connection: close" in head
     assert "transfer-encoding" not in head and ("content-length" in head) == (not stream)
     if not stream:
         assert json.loads(body)["choices"][0]["text"] == "one two three"
         return
-    *events, last, rest = body.decode().split("\n\n")
-    assert (last, rest) == ("data: [DONE]", "")
-    pieces = [json.loads(event.removeprefix("data: ")) for event in events]
+    pieces = chunks_in(body.decode())
     assert len(pieces) > 3
     assert "".join(choice["text"] for piece in pieces for choice in piece["choices"]) == "one two three"
 
 
 def whole_answer(service: Service, request: bytes) -> tuple[str, bytes]:
     """Head, in lower case, and body of what comes until the server closes."""
-    with socket.create_connection(service.address, timeout=10) as client:
+    with connect(service) as client:
         client.sendall(request)
         data = b"".join(iter(lambda: client.recv(65536), b""))
     head, _, body = data.partition(b"\r\n\r\n")
@@ -100,8 +93,8 @@ def test_a_client_that_stops_sending_is_taken_for_gone(service: Service, stream:
     """As after a close: nothing on the wire tells the two apart."""
     request_id = f"half-closed-{stream}"
     body = {"prompt": "{silent}", "ignore_eos": True, "stream": stream, "request_id": request_id}
-    with socket.create_connection(service.address, timeout=10) as client:
-        client.sendall(request_bytes(body))
+    with connect(service) as client:
+        client.sendall(request_bytes(COMPLETIONS, body))
         wait_until(lambda: any(r.submit.request_id == request_id for r in list(service.engine.running.values())))
         client.shutdown(socket.SHUT_WR)
         wait_until(lambda: request_id in service.engine.aborted)

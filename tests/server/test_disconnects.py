@@ -2,32 +2,17 @@
 
 import json
 import socket
-import struct
 import time
 from typing import Any
 
 import httpx
 import pytest
 
+from radixserve.tests.server.clients import connect, request_bytes, vanish
 from radixserve.tests.server.service import CHAT, COMPLETIONS, Service, running_service, wait_until
 
 LONG = "{slow}<<a>>"
 SILENT = "{silent}"
-
-
-def connect(service: Service) -> socket.socket:
-    return socket.create_connection(service.address, timeout=10)
-
-
-def request_bytes(path: str, body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(content), content)
-
-
-def vanish(client: socket.socket, how: str) -> None:
-    if how == "RST":
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    client.close()
 
 
 @pytest.mark.parametrize("how", ["FIN", "RST"])

@@ -19,6 +19,7 @@ from radixserve.engine.text.detokenizer import IncrementalDetokenizer
 from radixserve.server import engine_client
 from radixserve.server import engine_process as engine_process_module
 from radixserve.tests.server.byte_model import write_byte_model
+from radixserve.tests.server.clients import chunks_in
 from radixserve.tests.server.fake_engine import running_engine
 from radixserve.tests.server.service import COMPLETIONS, running_frontend, running_service, wait_until
 
@@ -153,9 +154,8 @@ def test_streams_do_without_our_own_connections(folder: Path) -> None:
     with running_engine(address), running_frontend(config, address, HttpToolsProtocol) as (url, _):
         wait_until(lambda: health(url).status_code == 200)
         body = {"prompt": "<<word by word>>", "stream": True}
-        *blocks, done, _ = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=10).text.split("\n\n")
-        texts = [json.loads(block.removeprefix("data: "))["choices"][0]["text"] for block in blocks]
-        assert ("".join(texts), done) == ("word by word", "data: [DONE]")
+        found = chunks_in(httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=10).text)
+        assert "".join(chunk["choices"][0]["text"] for chunk in found) == "word by word"
 
 
 def test_a_silent_engine_is_ended_by_the_watchdog_and_the_next_one_serves(

@@ -12,9 +12,9 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from radixserve.tests.server.byte_model import TEMPLATE, write_byte_model
+from radixserve.tests.server.clients import connect, named_events, request_bytes, vanish
+from radixserve.tests.server.fake_engine import THOUGHT, TWO_CALLS
 from radixserve.tests.server.service import Service, running_service
-from radixserve.tests.server.test_disconnects import connect, request_bytes, vanish
-from radixserve.tests.server.test_parsed_answers import THOUGHT, TWO_CALLS
 
 MESSAGES = "/v1/messages"
 KEY = "k-1"
@@ -58,15 +58,10 @@ def answer(own: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
 
 def events(own: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Each must be one that the anthropic client knows, under its name."""
-    response = own.post(MESSAGES, json={**body, "stream": True})
-    assert response.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        if found[-1]["type"] != "error":
-            EVENT.validate_python(found[-1])
+    found = named_events(own, MESSAGES, body)
+    for event in found:
+        if event["type"] != "error":
+            EVENT.validate_python(event)
     return found
 
 

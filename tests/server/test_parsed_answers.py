@@ -7,8 +7,9 @@ import httpx
 import openai
 import pydantic
 
+from radixserve.tests.server.clients import streamed_chunks
+from radixserve.tests.server.fake_engine import THOUGHT, TWO_CALLS
 from radixserve.tests.server.service import CHAT, Service
-from radixserve.tests.server.test_answers import events
 
 TOOLS: list[Any] = [
     {
@@ -17,11 +18,6 @@ TOOLS: list[Any] = [
     }
     for name in ("add", "now")
 ]
-TWO_CALLS = (
-    'I call.\n<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-)
-THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
@@ -63,7 +59,7 @@ def test_a_call_cut_at_the_limit_is_no_content(own: httpx.Client) -> None:
     body = ask(TWO_CALLS, tools=TOOLS, max_completion_tokens=TWO_CALLS.index('add"'))
     answer = own.post(CHAT, json=body).json()["choices"][0]
     assert answer["message"]["content"] == "I call." and "tool_calls" not in answer["message"]
-    chunks = [chunk["choices"][0] for chunk in events(own, CHAT, body)]
+    chunks = [chunk["choices"][0] for chunk in streamed_chunks(own, CHAT, body)]
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I call."
     assert answer["finish_reason"] == chunks[-1]["finish_reason"] == "length"
 
@@ -74,7 +70,7 @@ def test_one_call_at_most_where_parallel_calls_are_off(own: httpx.Client) -> Non
 
 
 def test_streamed_calls_begin_once_and_their_arguments_grow(own: httpx.Client) -> None:
-    chunks = events(own, CHAT, ask(TWO_CALLS, tools=TOOLS))
+    chunks = streamed_chunks(own, CHAT, ask(TWO_CALLS, tools=TOOLS))
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["delta"].get("content") or "" for choice in choices) == "I call."
     pieces = [piece for choice in choices for piece in choice["delta"].get("tool_calls", [])]
@@ -93,7 +89,7 @@ def test_reasoning_is_apart_and_counted(own: httpx.Client) -> None:
     assert whole["choices"][0]["message"]["reasoning"] == "Let me see."
     block = THOUGHT.partition("</think>")[0] + "</think>"
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(block) - len("<think>") + 1
-    *chunks, last = events(own, CHAT, ask(THOUGHT, stream_options={"include_usage": True}))
+    *chunks, last = streamed_chunks(own, CHAT, ask(THOUGHT, stream_options={"include_usage": True}))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Let me see."
     assert "".join(delta.get("content") or "" for delta in deltas) == "Yes. "
@@ -103,7 +99,7 @@ def test_reasoning_is_apart_and_counted(own: httpx.Client) -> None:
 def test_reasoning_can_be_left_out_or_left_in(own: httpx.Client) -> None:
     hidden = message(own, ask(THOUGHT, include_reasoning=False))
     assert hidden["content"] == "Yes. " and "reasoning_content" not in hidden
-    streamed = events(own, CHAT, ask(THOUGHT, include_reasoning=False))
+    streamed = streamed_chunks(own, CHAT, ask(THOUGHT, include_reasoning=False))
     assert not any("reasoning" in chunk["choices"][0]["delta"] for chunk in streamed)
     assert message(own, ask(THOUGHT, separate_reasoning=False))["content"] == THOUGHT + " "
 
@@ -111,7 +107,7 @@ def test_reasoning_can_be_left_out_or_left_in(own: httpx.Client) -> None:
 def test_logprobs_and_ids_of_all_tokens_come_with_the_deltas(own: httpx.Client) -> None:
     body = ask(THOUGHT, logprobs=True, return_token_ids=True)
     whole = own.post(CHAT, json=body).json()["choices"][0]
-    chunks = [chunk["choices"][0] for chunk in events(own, CHAT, body)]
+    chunks = [chunk["choices"][0] for chunk in streamed_chunks(own, CHAT, body)]
     listed = [entry for choice in chunks if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert listed == whole["logprobs"]["content"]
     assert [i for choice in chunks for i in choice.get("token_ids", [])] == whole["token_ids"]

@@ -9,9 +9,9 @@ import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from radixserve.tests.server.clients import connect, named_events, request_bytes, vanish
+from radixserve.tests.server.fake_engine import THOUGHT, TWO_CALLS
 from radixserve.tests.server.service import Service
-from radixserve.tests.server.test_disconnects import connect, request_bytes, vanish
-from radixserve.tests.server.test_parsed_answers import THOUGHT, TWO_CALLS
 
 RESPONSES = "/v1/responses"
 TOOLS: list[Any] = [
@@ -38,14 +38,9 @@ def _known_events() -> TypeAdapter[Any]:
 
 def events(own: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Each must be one that the openai client knows, under its name, and numbered."""
-    response = own.post(RESPONSES, json={**body, "stream": True})
-    assert response.headers["content-type"].startswith("text/event-stream")
-    found, known = [], _known_events()
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        known.validate_python(found[-1])
+    found = named_events(own, RESPONSES, body)
+    for event in found:
+        _known_events().validate_python(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
