@@ -28,11 +28,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
-        return VARIABLE_PREFIX + self.name.upper()
+        return variable_of(self.name)
 
     @property
     def is_switch(self) -> bool:
@@ -51,6 +51,14 @@ class Option:
             return self.description
         shown = {True: "on", False: "off"}[self.default] if self.is_switch else self.default
         return f"{self.description} (default: {shown})"
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    return VARIABLE_PREFIX + name.upper()
 
 
 def table_name(group: str) -> str:

@@ -16,14 +16,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from radixserve.configs.errors import OptionError
-from radixserve.configs.options import OPTIONS, VARIABLE_PREFIX, table_name
+from radixserve.configs.options import OPTIONS, VARIABLE_PREFIX, flag_of, table_name, variable_of
 from radixserve.configs.schema import GROUPS, SECRET_OPTIONS, ServeConfig
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
 # Not options themselves: they say where options are.
-CONFIG_VARIABLE = VARIABLE_PREFIX + "CONFIG"
-PRESET_VARIABLE = VARIABLE_PREFIX + "PRESET"
+CONFIG_VARIABLE = variable_of("config")
+PRESET_VARIABLE = variable_of("preset")
 
 # What Kubernetes adds to every pod beside a service whose name begins with radixserve.
 _SERVICE_LINK = re.compile(r"RADIXSERVE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
@@ -38,7 +38,7 @@ class Layer:
 
 
 def flag_layer(values: Mapping[str, Any]) -> Layer:
-    return Layer(values, lambda name: "--" + name.replace("_", "-"))
+    return Layer(values, flag_of)
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
@@ -51,7 +51,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
         and variable not in (CONFIG_VARIABLE, PRESET_VARIABLE)
         and not _is_service_link(variable, text)
     }
-    return Layer(values, lambda name: VARIABLE_PREFIX + name.upper())
+    return Layer(values, variable_of)
 
 
 def _is_service_link(variable: str, text: str) -> bool:

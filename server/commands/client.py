@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import httpx
 
-from radixserve.configs.options import OPTIONS
+from radixserve.configs.options import OPTIONS, flag_of
 from radixserve.engine.errors import ConfigError, RadixServeError
 from radixserve.engine.lifeline import end_with_parent
 from radixserve.server.commands.parser import Parser
@@ -128,7 +128,7 @@ def client_parser(command: str, usage: str, description: str) -> Parser:
     parser.add_argument("--model", help="model to serve, or with --url one that is served there")
     parser.add_argument("--api-key", help="bearer token [the first of RADIXSERVE_API_KEY]")
     for name, kind in _SAMPLING.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.rpartition("_")[2].upper())
+        parser.add_argument(flag_of(name), type=kind, metavar=name.rpartition("_")[2].upper())
     return parser
 
 
