@@ -135,8 +135,10 @@ class Query {
       score(q, first);
     }
     for (int64_t g = 0; g < group_; g++) softmax(scores_ + g * padded_);
-    std::memset(out, 0, group_ * dim_ * sizeof(float));
-    for (int64_t first = 0; first < seen_; first += kLanes) add_values(first, out);
+    int64_t g = 0;
+    for (; g + 4 <= group_; g += 4) add_values<4>(g, out + g * dim_);
+    for (; g + 3 <= group_; g += 3) add_values<3>(g, out + g * dim_);
+    for (; g < group_; g++) add_values<1>(g, out + g * dim_);
   }
 
  private:
@@ -193,24 +195,28 @@ class Query {
     for (int64_t t = 0; t < padded_; t += kLanes) store(row + t, load<Floats>(row + t) * share);
   }
 
-  void add_values(int64_t first, float* out) const {
-    int64_t g = 0;
-    for (; g + 4 <= group_; g += 4) add_heads<4>(g, first, out);
-    for (; g + 3 <= group_; g += 3) add_heads<3>(g, first, out);
-    for (; g < group_; g++) add_heads<1>(g, first, out);
+  template <int kHeads>
+  void add_values(int64_t g, float* out) const {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= dim_; d += 4 * kLanes) add_columns<kHeads, 4>(g, d, out + d);
+    for (; d < dim_; d += kLanes) add_columns<kHeads, 1>(g, d, out + d);
   }
 
-  template <int kHeads>
-  void add_heads(int64_t g, int64_t first, float* out) const {
-    for (int64_t i = 0; i < dim_; i += kLanes) {
-      Floats acc[kHeads];
-      for (int h = 0; h < kHeads; h++) acc[h] = load<Floats>(out + (g + h) * dim_ + i);
-      for (int t = 0; t < kLanes; t++) {
-        const Floats value = Cache::get((const Value*)op_.v_cache + places_[first + t] + i);
-        for (int h = 0; h < kHeads; h++) acc[h] += value * scores_[(g + h) * padded_ + first + t];
+  // Sums of all tokens stay in registers: enough of them that none waits for the one before.
+  template <int kHeads, int kVectors>
+  void add_columns(int64_t g, int64_t d, float* out) const {
+    Floats acc[kHeads][kVectors] = {};
+    for (int64_t t = 0; t < seen_; t++) {
+      const Value* value = (const Value*)op_.v_cache + places_[t] + d;
+      Floats weight[kHeads];
+      for (int h = 0; h < kHeads; h++) weight[h] = spread(scores_[(g + h) * padded_ + t]);
+      for (int i = 0; i < kVectors; i++) {
+        const Floats part = Cache::get(value + i * kLanes);
+        for (int h = 0; h < kHeads; h++) acc[h][i] += part * weight[h];
       }
-      for (int h = 0; h < kHeads; h++) store(out + (g + h) * dim_ + i, acc[h]);
     }
+    for (int h = 0; h < kHeads; h++)
+      for (int i = 0; i < kVectors; i++) store(out + h * dim_ + i * kLanes, acc[h][i]);
   }
 
   const Op& op_;

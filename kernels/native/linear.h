@@ -12,10 +12,10 @@
 namespace {
 
 inline Floats activate(int32_t epilogue, Floats gate) {
-  if (epilogue == kSiluMul) return gate / (1.0f + exp(-gate));
+  if (epilogue == kSiluMul) return gate * reciprocal(1.0f + exp(-gate));
   // GELU by tanh, which is a sigmoid of twice its argument.
   const Floats inner = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
-  return gate / (1.0f + exp(-inner));
+  return gate * reciprocal(1.0f + exp(-inner));
 }
 
 // Panel p of the output and, in gated products, its partner that is multiplied with it.

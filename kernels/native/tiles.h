@@ -113,13 +113,13 @@ struct TileSums {
 
   void add_block(int64_t b, const uint8_t* w0, const uint8_t* w1) {
     constexpr int64_t kTile = kLanes * kBlock;
-    _tile_loadd(4, x0 + b * kTile, 64);
+    _tile_stream_loadd(4, x0 + b * kTile, 64);  // not to be kept in the first cache, where the weights are
     _tile_loadd(6, w0, 64);
     _tile_loadd(7, w1, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (!both) return;
-    _tile_loadd(5, x1 + b * kTile, 64);
+    _tile_stream_loadd(5, x1 + b * kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
