@@ -228,7 +228,7 @@ class Query {
 
 // Queries of a chunk, block by block of keys (FlashAttention, arXiv 2205.14135). A vector holds one value of 16 rows, a row
 // being a query and one of the heads that share a key-value head: so no sum or maximum runs across a vector. A Block
-// says how queries, keys and values lie (start, fetch) and how kKeys of them are multiplied (add_block).
+// says how queries, keys and values lie (start, fetch) and how kKeys of them are multiplied (add_keys).
 template <class Block>
 class ChunkRows {
  public:
@@ -247,7 +247,7 @@ class ChunkRows {
     Places places(op_, step_, sequence_, kv_head_, first_key);
     for (int64_t key = first_key; key <= last_; key += Block::kKeys) {
       block.fetch(key, places);
-      for (int64_t v = 0; v < vectors; v++) block.add_block(v, key);
+      block.add_keys(vectors, key);
     }
     for (int64_t row = 0; row < rows_; row++) {
       const float share = 1.0f / totals_[row / kLanes][row % kLanes];
@@ -335,6 +335,10 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
         store(values_ + k * dim_ + d, Cache::get((const Value*)op_.v_cache + at + d));
       }
     }
+  }
+
+  void add_keys(int64_t vectors, int64_t first) {
+    for (int64_t v = 0; v < vectors; v++) add_block(v, first);
   }
 
   void add_block(int64_t v, int64_t first) {

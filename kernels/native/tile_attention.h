@@ -96,25 +96,39 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
     }
   }
 
-  void add_block(int64_t v, int64_t first) {
-    multiply_keys(v);
+  void add_keys(int64_t vectors, int64_t first) {
+    for (int64_t v = 0; v < vectors; v++) {
+      multiply_keys(v);
+      weigh(v, first);
+      add_values(out_ + v * dim_ * kLanes);
+    }
+  }
+
+  // Scores become weights, and what was summed before shrinks if a row's maximum has grown.
+  void weigh(int64_t v, int64_t first) {
     Floats* scores = (Floats*)scores_;
     if (op_.softcap != 0)
       for (int64_t k = 0; k < kKeys; k++) scores[k] = capped(scores[k], op_.softcap);
     mask_unseen(v, first, scores);
-    Floats top = tops_[v], total{};
-    for (int64_t k = 0; k < kKeys; k++) top = scores[k] > top ? scores[k] : top;
+    constexpr int64_t kChains = 4;
+    Floats tops[kChains] = {tops_[v], tops_[v], tops_[v], tops_[v]}, totals[2] = {};
+    for (int64_t k = 0; k < kKeys; k += kChains)
+      for (int64_t i = 0; i < kChains; i++) tops[i] = larger(scores[k + i], tops[i]);
+    const Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
     for (int64_t k = 0; k < kKeys; k += 2) {
       const Floats even = exp(scores[k] - top), odd = exp(scores[k + 1] - top);
-      total += even + odd;
-      store(weights_ + 32 * k, interleave(even, odd));
+      totals[0] += even;
+      totals[1] += odd;
+      store(weights_ + 32 * k, pairs(even, odd));
     }
-    const Floats shrink = exp(tops_[v] - top);
+    if (_mm512_cmp_ps_mask((__m512)top, (__m512)tops_[v], _CMP_GT_OQ) != 0) {
+      const Floats shrink = exp(tops_[v] - top);
+      totals_[v] *= shrink;
+      float* out = out_ + v * dim_ * kLanes;
+      for (int64_t d = 0; d < dim_; d++) store(out + d * kLanes, load<Floats>(out + d * kLanes) * shrink);
+    }
     tops_[v] = top;
-    totals_[v] = totals_[v] * shrink + total;
-    float* out = out_ + v * dim_ * kLanes;
-    for (int64_t d = 0; d < dim_; d++) store(out + d * kLanes, load<Floats>(out + d * kLanes) * shrink);
-    add_values(out);
+    totals_[v] += totals[0] + totals[1];
   }
 
   void multiply_keys(int64_t v) const {

@@ -45,13 +45,6 @@ void configure_tiles() {  // all eight: 16 rows of 64 bytes
   _tile_loadconfig(&config);
 }
 
-// Two vectors of 16 columns' values as one of bf16 pairs.
-inline Ints interleave(Floats even, Floats odd) {
-  const Ints order = (Ints)_mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return (Ints)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-}
-
 // Quantized values become floats without a conversion: kBits at bit kAt of a lane are ored into the mantissa of
 // 2 ** (23 - kAt), which gives that power plus the value. Scale and what must be subtracted are one multiply-add then.
 template <int kBits, int kAt>
