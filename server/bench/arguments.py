@@ -17,9 +17,9 @@ _VOCAB = 10_000  # random ids lie below, where any model has ids
 
 
 def engine_options(arguments: Sequence[str], **defaults: Any) -> dict[str, Any]:
-    """Options for ``LLM`` from the flags (and variables) of ``radixserve serve``."""
+    """Options for ``LLM`` from the flags (and variables) of ``radixserve serve``. Loading shows how far it is."""
     config = read_config(parse_flags(arguments), os.environ)
-    return {**defaults, **config.model_dump(exclude_unset=True)}
+    return {"show_progress": True, **defaults, **config.model_dump(exclude_unset=True)}
 
 
 def engine_parser(name: str, description: str | None) -> Parser:

@@ -10,6 +10,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, write_json
@@ -31,8 +33,9 @@ def run(arguments: Sequence[str]) -> int:
         seconds(1)
         ready_s = time.perf_counter() - start
         seconds(options.output_len)
-        whole_s = [seconds(options.output_len) for _ in range(options.rounds)]
-        first_s = [seconds(1) for _ in range(options.rounds)]
+        rounds = range(options.rounds)
+        whole_s = [seconds(options.output_len) for _ in tqdm(rounds, "whole requests", leave=False, disable=None)]
+        first_s = [seconds(1) for _ in tqdm(rounds, "first tokens", leave=False, disable=None)]
     first, whole = statistics.median(first_s), statistics.median(whole_s)
     per_token = whole / options.output_len
     between = (whole - first) / max(1, options.output_len - 1)
