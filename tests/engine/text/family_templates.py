@@ -94,7 +94,7 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- else %}{{- raise_exception("Unknown role " ~ message["role"]) }}{%- endif %}
 {%- endfor %}"""
 
-# Qwen: results of several tools in one user turn, and a look at the messages before and after.
+# Qwen 3: results of several tools in one user turn, and a look at the messages before and after.
 QWEN = """{%- if tools %}
     {{- '<|s|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -218,11 +218,77 @@ Mode: {{ mode }}
     {{- "<|s|>assistant\\n" -}}{%- if mode == "/no_think" -%}{{- "<think>\\n\\n</think>\\n" -}}{%- endif -%}
 {%- endif -%}"""
 
+# Llama 2, and Mixtral: the system message inside of the first user turn, which begins anew for each answer.
+LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}
+{%- set loop_messages = messages[1:] %}
+{%- else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Take turns, please') }}{% endif %}
+    {%- set content = message['content'] %}
+    {%- if loop.index0 == 0 and system_message != false %}
+        {%- set content = '<<S>>\\n' + system_message + '\\n<</S>>\\n\\n' + message['content'] %}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+    {%- elif message['role'] == 'system' %}{{ '<<S>>' + content.strip() + '<</S>>' }}
+    {%- elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+# SmolLM2: ChatML with a system message where there is none.
+SMOLLM_2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|s|>system\nBe a helpful model<|e|>\n' }}{% endif %}"
+    "{{'<|s|>' + message['role'] + '\n' + message['content'] + '<|e|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|s|>assistant\n' }}{% endif %}"
+)
+
+# Qwen 2.5: the same, with tools behind the system message and calls behind what the assistant says.
+QWEN_2 = """{%- if messages[0]['role'] == 'system' %}{%- set first = messages[0]['content'] %}
+{%- else %}{%- set first = 'Be helpful.' %}{%- endif %}
+{{- '<|s|>system\\n' + first }}
+{%- if tools %}
+    {{- "\\n\\n# Tools\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- "\\n</tools>" }}
+{%- endif %}
+{{- '<|e|>\\n' }}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first)
+        or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|s|>' + message.role + '\\n' + message.content + '<|e|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|s|>' + message.role }}{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{- '}\\n</call>' }}
+        {%- endfor %}
+        {{- '<|e|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}{{- '<|s|>user' }}{%- endif %}
+        {{- '\\n<result>\\n' }}{{- message.content }}{{- '\\n</result>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|e|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|s|>assistant\\n' }}{%- endif %}"""
+
+# Phi-4: all in one line, so that no line break is added; other roles than three are left out.
+PHI_4 = (
+    "{% for message in messages %}{% if (message['role'] == 'system') %}"
+    "{{'<|s|>system<|sep|>' + message['content'] + '<|e|>'}}{% elif (message['role'] == 'user') %}"
+    "{{'<|s|>user<|sep|>' + message['content'] + '<|e|>'}}{% elif (message['role'] == 'assistant') %}"
+    "{{'<|s|>assistant<|sep|>' + message['content'] + '<|e|>'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|s|>assistant<|sep|>' }}{% endif %}"
+)
+
 FAMILIES = {
+    "llama2": LLAMA_2,
     "llama3": LLAMA_3,
     "mistral": MISTRAL,
+    "qwen2": QWEN_2,
     "qwen": QWEN,
     "gemma": GEMMA,
     "phi": PHI,
+    "phi4": PHI_4,
+    "smollm2": SMOLLM_2,
     "smollm3": SMOLLM_3,
 }
