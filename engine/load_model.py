@@ -20,6 +20,7 @@ from radixserve.engine.models.decoder import Decoder
 from radixserve.engine.models.registry import create_model
 from radixserve.engine.quantized_model import form_of, quantize_as_stored, quantize_model
 from radixserve.engine.quantized_weights import quantized_tensors
+from radixserve.engine.read_ahead import reading_ahead
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.weight_packing import model_bytes, pack_model
 from radixserve.engine.weights import Progress, StoredTensor, fill_random, load_weights, safetensors_tensors
@@ -65,7 +66,8 @@ def load_model(
         cutter.fill_random(config.seed) if cutter else fill_random(model, config.seed)
         return model
     stored = list(cutter.tensors(stored)) if cutter else stored
-    load_weights(model, stored, progress, min(usable_cores(), _MOST_THREADS))
+    with reading_ahead([files.gguf] if files.gguf else files.weights, available_memory() - needed):
+        load_weights(model, stored, progress, min(usable_cores(), _MOST_THREADS))
     return model
 
 

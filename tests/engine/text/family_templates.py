@@ -223,7 +223,7 @@ LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set system_message = mes
 {%- set loop_messages = messages[1:] %}
 {%- else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}
 {%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Take turns, please') }}{% endif %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Take turns') }}{% endif %}
     {%- set content = message['content'] %}
     {%- if loop.index0 == 0 and system_message != false %}
         {%- set content = '<<S>>\\n' + system_message + '\\n<</S>>\\n\\n' + message['content'] %}
