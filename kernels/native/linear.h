@@ -60,13 +60,19 @@ struct Linear {
 #if defined(HAS_TILES)
   // For tokens start .. end - 1, two panels at a time: p and its partner, or, in plain products, p and p + 1 if that exists.
   void by_tiles(int64_t p, const Activations& a, int64_t start, int64_t end, uint8_t* unpacked) const {
-    const bool has_second = gated || p + 1 < out_panels, is_wide = op.weight_kind == kBf16;
-    const bool at_once = !is_wide && end - start <= 32;
+    if (op.weight_kind == kQ4) return by_tiles<kQ4>(p, a, start, end, unpacked);
+    if (op.weight_kind == kQ8) return by_tiles<kQ8>(p, a, start, end, unpacked);
+    by_tiles<kBf16>(p, a, start, end, unpacked);
+  }
+
+  template <int kKind>
+  void by_tiles(int64_t p, const Activations& a, int64_t start, int64_t end, uint8_t* unpacked) const {
+    const bool has_second = gated || p + 1 < out_panels, at_once = end - start <= 32;
     const uint8_t* w[2] = {panel(p), panel(!has_second ? p : gated ? p + out_panels : p + 1)};
-    if (!is_wide && !at_once) {
-      for (int i = 0; i < 2; i++) {
+    if constexpr (kKind != kBf16) {
+      for (int i = 0; i < 2 && !at_once; i++) {
         uint8_t* to = unpacked + i * blocks * kBlockBytes[kBf16];
-        unpack(op.weight_kind, w[i], blocks, to);
+        unpack<kKind>(w[i], blocks, to);
         w[i] = to;
       }
     }
@@ -74,10 +80,9 @@ struct Linear {
     for (int64_t first = start; first < end; first += 32) {
       const int64_t count = std::min<int64_t>(32, end - first);
       const uint16_t* x = a.wide + first * op.cols;
-      if (at_once)
-        multiply_packed(op.weight_kind, w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
-      else
-        multiply_tiles(w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
+      if constexpr (kKind != kBf16)
+        if (at_once) multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
+      if (kKind == kBf16 || !at_once) multiply_tiles(w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
       for (int64_t t = 0; t < count; t++) {
         const Floats one = load<Floats>(products[0][t]), two = load<Floats>(products[1][t]);
         put(first + t, p, one, two);

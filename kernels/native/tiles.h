@@ -61,92 +61,150 @@ inline Ints pairs(Floats even, Floats odd) {
   return (Ints)_mm512_mask_mov_epi16((__m512i)low, 0xaaaaaaaa, (__m512i)high);
 }
 
-inline void unpack_q4(const uint8_t* w, uint8_t* out) {
-  const Floats d = from_fp16(w + 256), m = from_fp16(w + 288);
-  const Floats m8 = m - d * raise(8), m12 = m - d * raise(12), m16 = m - d * raise(16);
-  for (int j = 0; j < 4; j++, w += 64, out += 128) {
-    const Ints q = load<Ints>(w), left = q << 12, right = (Ints)((Bits)q >> 12);
-    store(out, pairs(raised<4, 12>(left) * d + m12, raised<4, 8>(q) * d + m8));
-    store(out + 64, pairs(raised<4, 16>(q) * d + m16, raised<4, 12>(right) * d + m12));
-    store(out + 512, pairs(raised<4, 16>(left) * d + m16, raised<4, 12>(q) * d + m12));
-    store(out + 576, pairs(raised<4, 8>(right) * d + m8, raised<4, 16>(right) * d + m16));
+// A block of a panel on its way to the layout of kBf16, a half of it at a time.
+template <int kKind>
+class Unpacker;
+
+template <>
+class Unpacker<kQ4> {
+ public:
+  explicit Unpacker(const uint8_t* block) : block_(block), d_(from_fp16(block + 256)) {
+    prefetch_block(block, kBlockBytes[kQ4]);
+    const Floats m = from_fp16(block + 288);
+    m8_ = m - d_ * raise(8), m12_ = m - d_ * raise(12), m16_ = m - d_ * raise(16);
   }
-}
 
-inline void unpack_q8(const uint8_t* w, uint8_t* out) {
-  const Floats d = from_fp16(w + 512), m = d * (-128.0f - raise(8));
-  for (int j = 0; j < 8; j++, w += 64, out += 128) {
-    const Ints q = load<Ints>(w);
-    store(out, pairs(raised<8, 8>(q << 8) * d + m, raised<8, 8>(q) * d + m));
-    store(out + 64, pairs(raised<8, 8>((Ints)((Bits)q >> 8)) * d + m, raised<8, 8>((Ints)((Bits)q >> 16)) * d + m));
+  void half(int which, uint8_t* out) const {
+    out += 256 * which;
+    for (int j = 2 * which; j < 2 * which + 2; j++, out += 128) {
+      const Ints q = load<Ints>(block_ + 64 * j), left = q << 12, right = (Ints)((Bits)q >> 12);
+      store(out, pairs(raised<4, 12>(left) * d_ + m12_, raised<4, 8>(q) * d_ + m8_));
+      store(out + 64, pairs(raised<4, 16>(q) * d_ + m16_, raised<4, 12>(right) * d_ + m12_));
+      store(out + 512, pairs(raised<4, 16>(left) * d_ + m16_, raised<4, 12>(q) * d_ + m12_));
+      store(out + 576, pairs(raised<4, 8>(right) * d_ + m8_, raised<4, 16>(right) * d_ + m16_));
+    }
   }
-}
 
-inline void unpack_block(int32_t kind, const uint8_t* w, uint8_t* out) {
-  prefetch_block(w, kBlockBytes[kind]);
-  kind == kQ4 ? unpack_q4(w, out) : unpack_q8(w, out);
-}
+ private:
+  const uint8_t* block_;
+  const Floats d_;
+  Floats m8_, m12_, m16_;
+};
 
-// A panel in the layout of kBf16.
-void unpack(int32_t kind, const uint8_t* w, int64_t blocks, uint8_t* out) {
-  for (int64_t b = 0; b < blocks; b++) unpack_block(kind, w + b * kBlockBytes[kind], out + b * kBlockBytes[kBf16]);
+template <>
+class Unpacker<kQ8> {
+ public:
+  explicit Unpacker(const uint8_t* block)
+      : block_(block), d_(from_fp16(block + 512)), m_(d_ * (-128.0f - raise(8))) {
+    prefetch_block(block, kBlockBytes[kQ8]);
+  }
+
+  void half(int which, uint8_t* out) const {
+    out += 512 * which;
+    for (int j = 4 * which; j < 4 * which + 4; j++, out += 128) {
+      const Ints q = load<Ints>(block_ + 64 * j);
+      store(out, pairs(raised<8, 8>(q << 8) * d_ + m_, raised<8, 8>(q) * d_ + m_));
+      store(out + 64, pairs(raised<8, 8>((Ints)((Bits)q >> 8)) * d_ + m_, raised<8, 8>((Ints)((Bits)q >> 16)) * d_ + m_));
+    }
+  }
+
+ private:
+  const uint8_t* block_;
+  const Floats d_, m_;
+};
+
+// A panel.
+template <int kKind>
+void unpack(const uint8_t* w, int64_t blocks, uint8_t* out) {
+  for (int64_t b = 0; b < blocks; b++, w += kBlockBytes[kKind], out += kBlockBytes[kBf16]) {
+    const Unpacker<kKind> block(w);
+    block.half(0, out);
+    block.half(1, out);
+  }
 }
 
 // Products of two panels with 32 (or, if not both, 16) tokens, in tiles 0 to 3: [2 panels][2] of 16 tokens.
-struct TileSums {
-  const uint16_t *x0, *x1;
-  const bool both;
-
-  TileSums(const uint16_t* x, int64_t cols, bool has_both) : x0(x), x1(x + 16 * cols), both(has_both) {
+class TileSums {
+ public:
+  TileSums(const uint16_t* x, int64_t cols, bool both) : x0_(x), x1_(x + 16 * cols), both_(both) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
   }
 
-  void add_block(int64_t b, const uint8_t* w0, const uint8_t* w1) {
-    constexpr int64_t kTile = kLanes * kBlock;
-    _tile_stream_loadd(4, x0 + b * kTile, 64);  // not to be kept in the first cache, where the weights are
+  // A block's products, of tokens and panel by number, in this order: each loads what those before have not. Tokens are not
+  // to be kept in the first cache, where the weights are.
+  void add_00(int64_t b, const uint8_t* w0) const {
+    _tile_stream_loadd(4, x0_ + b * kTile, 64);
     _tile_loadd(6, w0, 64);
-    _tile_loadd(7, w1, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (!both) return;
-    _tile_stream_loadd(5, x1 + b * kTile, 64);
+  }
+  void add_10(int64_t b) const {
+    if (!both_) return;
+    _tile_stream_loadd(5, x1_ + b * kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+  }
+  void add_01(const uint8_t* w1) const {
+    _tile_loadd(7, w1, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  void add_11() const {
+    if (both_) _tile_dpbf16ps(3, 5, 7);
   }
 
-  void take(float* out) {  // [2 panels][32 tokens][16]
+  void add_block(int64_t b, const uint8_t* w0, const uint8_t* w1) const {
+    add_00(b, w0);
+    add_10(b);
+    add_01(w1);
+    add_11();
+  }
+
+  void take(float* out) const {  // [2 panels][32 tokens][16]
     _tile_stored(0, out, 64);
     _tile_stored(1, out + 512, 64);
     _tile_stored(2, out + 256, 64);
     _tile_stored(3, out + 768, 64);
   }
+
+ private:
+  static constexpr int64_t kTile = kLanes * kBlock;
+  const uint16_t *x0_, *x1_;
+  const bool both_;
 };
 
 // With unpacked panels.
 void multiply_tiles(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both,
                     float* out) {
-  TileSums sums(x, cols, both);
+  const TileSums sums(x, cols, both);
   for (int64_t b = 0; b < blocks; b++) sums.add_block(b, w0 + b * kBlockBytes[kBf16], w1 + b * kBlockBytes[kBf16]);
   sums.take(out);
 }
 
-// With quantized panels, when these are all the tokens: a block is unpacked to the first cache while the tile unit has the
-// one before.
-void multiply_packed(int32_t kind, const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols,
-                     bool both, float* out) {
-  constexpr int64_t kBytes = kBlockBytes[kBf16];
-  alignas(64) uint8_t unpacked[2][2][kBytes];
-  TileSums sums(x, cols, both);
-  for (int64_t b = 0; b <= blocks; b++) {
-    if (b < blocks) {
-      unpack_block(kind, w0 + b * kBlockBytes[kind], unpacked[b % 2][0]);
-      unpack_block(kind, w1 + b * kBlockBytes[kind], unpacked[b % 2][1]);
-    }
-    if (b > 0) sums.add_block(b - 1, unpacked[(b - 1) % 2][0], unpacked[(b - 1) % 2][1]);
+// With quantized panels, when these are all the tokens: while the tile unit has a block, the next is unpacked to the first
+// cache, in pieces between the products, since no more instructions than those of a piece are looked ahead.
+template <int kKind>
+void multiply_packed(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both,
+                     float* out) {
+  alignas(64) uint8_t unpacked[2][2][kBlockBytes[kBf16]];
+  const TileSums sums(x, cols, both);
+  unpack<kKind>(w0, 1, unpacked[0][0]);
+  unpack<kKind>(w1, 1, unpacked[0][1]);
+  for (int64_t b = 1; b < blocks; b++) {
+    const auto& ready = unpacked[(b - 1) % 2];
+    auto& next = unpacked[b % 2];
+    const Unpacker<kKind> first(w0 + b * kBlockBytes[kKind]);
+    sums.add_00(b - 1, ready[0]);
+    first.half(0, next[0]);
+    sums.add_10(b - 1);
+    first.half(1, next[0]);
+    const Unpacker<kKind> second(w1 + b * kBlockBytes[kKind]);
+    sums.add_01(ready[1]);
+    second.half(0, next[1]);
+    sums.add_11();
+    second.half(1, next[1]);
   }
+  sums.add_block(blocks - 1, unpacked[(blocks - 1) % 2][0], unpacked[(blocks - 1) % 2][1]);
   sums.take(out);
 }
 #endif
