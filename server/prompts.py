@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,23 +58,33 @@ def prompt_end(text: TextModel, prompt: Prompt) -> str:
 def completion_prompts(
     text: TextModel, request: CompletionRequest, max_model_len: int, vocab_size: int
 ) -> list[Prompt]:
-    return [_completion_prompt(text, request, prompt, max_model_len, vocab_size) for prompt in request.prompts]
+    """Raises ``InvalidRequest`` that says which of several prompts is wrong."""
+    params = ["prompt"] if len(request.prompts) == 1 else [f"prompt[{i}]" for i in range(len(request.prompts))]
+    return [
+        _completion_prompt(text, request, prompt, param, max_model_len, vocab_size)
+        for prompt, param in zip(request.prompts, params, strict=True)
+    ]
 
 
 def _completion_prompt(
-    text: TextModel, request: CompletionRequest, prompt: str | list[int], max_model_len: int, vocab_size: int
+    text: TextModel,
+    request: CompletionRequest,
+    prompt: str | list[int],
+    param: str,
+    max_model_len: int,
+    vocab_size: int,
 ) -> Prompt:
     if isinstance(prompt, str):
         if len(prompt) > _SUSPICIOUS_CHARS_PER_TOKEN * max_model_len:
-            _refuse_hopeless(text, prompt, max_model_len, "prompt")
+            _refuse_hopeless(text, prompt, max_model_len, param)
         ids = text.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        return checked_prompt(ids, max_model_len, "prompt", prompt)
-    checked = checked_prompt(prompt, max_model_len, "prompt", None)
+        return checked_prompt(ids, max_model_len, param, prompt)
+    checked = checked_prompt(prompt, max_model_len, param)
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise InvalidRequest(f"prompt: token ids must be between 0 and {vocab_size - 1}", param="prompt")
+        raise InvalidRequest(f"{param}: token ids must be between 0 and {vocab_size - 1}", param=param)
     if not request.echo:
         return checked
-    return Prompt(checked.ids, checked.num_tokens, text.tokenizer.decode(prompt, skip_special_tokens=False))
+    return replace(checked, text=text.tokenizer.decode(prompt, skip_special_tokens=False))
 
 
 def checked_prompt(ids: list[int], max_model_len: int, param: str, text: str | None = None) -> Prompt:
@@ -96,8 +107,9 @@ def _refuse_hopeless(text: TextModel, prompt: str, max_model_len: int, param: st
 
 
 def _too_long(how_long: str, max_model_len: int, param: str) -> InvalidRequest:
+    which = param if "[" in param else "the prompt"
     return InvalidRequest(
-        f"this model's context length is {max_model_len} tokens, but the prompt {how_long} "
+        f"this model's context length is {max_model_len} tokens, but {which} {how_long} "
         "and needs room for at least one more; shorten it",
         param=param,
         code="context_length_exceeded",

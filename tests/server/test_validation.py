@@ -162,6 +162,13 @@ def test_wrong_field_is_named(http: httpx.Client, field: str, path: str, body: d
     assert streamed["param"] == error["param"]
 
 
+@pytest.mark.parametrize("wrong", ["a" * 600, [97] * 600, [97, 262], "", []])
+def test_of_several_prompts_the_wrong_one_is_named(http: httpx.Client, wrong: Any) -> None:
+    right = "a" if isinstance(wrong, str) else [97]
+    error = check_error(http.post(COMPLETIONS, json={"prompt": [right, right, wrong]}), 400, "prompt[2]")
+    assert error["param"] == "prompt[2]"
+
+
 def test_huge_max_tokens_names_the_context_length(http: httpx.Client) -> None:
     for path, body in both(max_tokens=10**9):
         assert "512" in check_error(http.post(path, json=body), 400)["message"]
