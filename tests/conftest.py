@@ -7,6 +7,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshots", metavar="FOLDER", help="Where the browser tests put pictures (docs/images)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """How long an example of hypothesis takes says more of what else the machine does than of us."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):  # it need not be there for the GPU tests
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("unhurried")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():

@@ -102,7 +102,6 @@ def fuzz(operation: Any, url: str, mode: str, examples: int, tame: Tame = any_mo
 
     @settings(
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

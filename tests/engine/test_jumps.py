@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixserve.configs.schema import SchedulerOptions
@@ -183,7 +183,7 @@ def _play(harness: Harness, arrivals: list[Arrival]) -> None:
     harness.check_outputs()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(
     arrivals=_arrivals,
     page_size=st.sampled_from([1, 4, 16]),
@@ -220,7 +220,7 @@ def test_every_request_gets_its_own_text_and_one_end(
     _play(harness, arrivals)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(arrivals=_arrivals, pool_tokens=st.sampled_from([96, 400]))
 def test_overlap_changes_no_answer(arrivals: list[Arrival], pool_tokens: int) -> None:
     told = []

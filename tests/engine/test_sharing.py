@@ -97,7 +97,7 @@ def test_nothing_is_shared_without_a_prefix_cache() -> None:
     assert told(harness) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 4), max_size=7))
 def test_groups_are_disjoint_and_save_no_less_than_any_one_level(common: list[int]) -> None:
     groups = best_groups(common)

@@ -194,7 +194,5 @@ def test_no_request_ever_reads_foreign_kv_and_no_page_is_lost(page_size: int, na
     machine = type("Machine", (ManagerMachine,), {"page_size": page_size, "naive": naive})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)),
     )

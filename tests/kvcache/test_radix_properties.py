@@ -136,7 +136,5 @@ def test_the_tree_behaves_like_the_model(page_size: int) -> None:
     machine = type("Machine", (RadixTreeMachine,), {"page_size": page_size})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck)),
     )

@@ -172,7 +172,7 @@ def answers(draw: st.DrawFn) -> Answer:
     return Answer(text, reasoning, before, calls, bare, lambda: OutputParser(marks, form, TOOLS, thinking=thinking))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(answers(), st.randoms(use_true_random=False))
 def test_what_was_written_is_what_is_said_in_any_pieces(answer: Answer, rng: random.Random) -> None:
     whole = fed(answer.make(), [answer.text])
@@ -183,7 +183,7 @@ def test_what_was_written_is_what_is_said_in_any_pieces(answer: Answer, rng: ran
         assert fed(answer.make(), pieces_of(answer.text, rng)) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(answers(), st.randoms(use_true_random=False))
 def test_what_is_cut_anywhere_says_a_part_of_it_and_shows_no_marker(answer: Answer, rng: random.Random) -> None:
     whole = fed(answer.make(), [answer.text])
@@ -203,7 +203,7 @@ def test_what_is_cut_anywhere_says_a_part_of_it_and_shows_no_marker(answer: Answ
 _PARTS = [*_BITS, *MARKERS, "now", "weather", '{"name": "now"', '"arguments": {', "<function=now>", "<parameter=city>"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([None, *REASONING.values()]),
     st.sampled_from([None, *CALLS.values()]),
@@ -223,7 +223,7 @@ def test_garbage_is_taken_apart_alike_in_any_pieces(
     assert single.calls == whole.calls[:1] and single.reasoning == whole.reasoning
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(answers(), st.randoms(use_true_random=False))
 def test_tokens_that_end_inside_a_character_are_read_as_text_is(answer: Answer, rng: random.Random) -> None:
     data = answer.text.encode()

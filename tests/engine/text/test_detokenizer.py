@@ -35,7 +35,6 @@ def test_byte_level_pieces_join_to_the_library_s_decoding(pieces: Pieces, skip: 
 
 
 @given(st.lists(st.integers(0, 49151), max_size=30), st.booleans())
-@settings(deadline=None)
 def test_random_ids_of_the_default_model_join_to_the_library_s_decoding(
     text_model: TextModel, ids: list[int], skip: bool
 ):

@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixserve.engine.text.chat_template import ChatTemplate
@@ -96,7 +96,6 @@ def test_user_strings_side_by_side_never_make_a_control_token(first: str, second
 
 
 @given(st.lists(st.text("<|ab> \n", max_size=8), min_size=2, max_size=2))
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_templates_that_trim_and_quote_do_not_matter(strings: list[str]):
     tokenizer = Tokenizer(byte_level_backend(), {})
     encoder = LiteralEncoder(tokenizer)
