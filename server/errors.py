@@ -91,7 +91,13 @@ async def on_request_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """404, 405 and the like, raised by the router."""
     assert isinstance(error, HTTPException)
-    message = "no such route" if error.status_code == 404 else str(error.detail)
+    match error.status_code:
+        case 404:
+            message = "no such route; /openapi.json lists those there are"
+        case 405:
+            message = f"this route takes {(error.headers or {})['Allow']}, not {request.method}"
+        case _:
+            message = str(error.detail)
     return error_response(RequestFailed(message, status=error.status_code), request.scope["path"], error.headers)
 
 

@@ -277,11 +277,20 @@ def test_any_content_type_will_do(http: httpx.Client, kind: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", CHAT, 405), ("DELETE", COMPLETIONS, 405), ("GET", "/v1/nope", 404), ("POST", "/v1/nope", 404)],
+    ("method", "path", "status", "message"),
+    [
+        ("GET", CHAT, 405, "this route takes POST, not GET"),
+        ("DELETE", COMPLETIONS, 405, "this route takes POST, not DELETE"),
+        ("POST", "/health", 405, "this route takes GET, not POST"),
+        ("GET", "/v1/nope", 404, "no such route; /openapi.json lists those there are"),
+        ("POST", "/v1/nope", 404, "no such route; /openapi.json lists those there are"),
+    ],
 )
-def test_wrong_route_or_method_is_an_openai_error(http: httpx.Client, method: str, path: str, status: int) -> None:
-    check_error(http.request(method, path), status)
+def test_wrong_route_or_method_is_an_openai_error_with_the_right_one(
+    http: httpx.Client, method: str, path: str, status: int, message: str
+) -> None:
+    assert check_error(http.request(method, path), status)["message"] == message
+    assert CHAT in http.get("/openapi.json").json()["paths"]
 
 
 @pytest.mark.parametrize("length", [512, 513, 1024, 100_000])
