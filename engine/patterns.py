@@ -18,8 +18,7 @@ _MEMBER = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
 _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 _CONTROLS = dict(zip("nrtfv0", "\n\r\t\f\v\0", strict=True))
 _LAST_POINT = 0x10FFFF
-# Control characters, the quote, the backslash; and halves of characters, which are none.
-_NOT_WRITTEN: list[Points] = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]
+_NOT_WRITTEN: list[Points] = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]  # control characters, the quote, the backslash
 _SPACES = "\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"
 _CLASSES: dict[str, list[Points]] = {
     "d": [(0x30, 0x39)],
@@ -92,7 +91,10 @@ def _written(atom: str) -> str:
     written = list(_gaps([*_gaps(points), *_NOT_WRITTEN]))
     if written == list(_gaps(_gaps(points))):
         return atom
-    return "[" + "".join(f"{_literal(low)}-{_literal(high)}" for low, high in written) + "]"
+    # A range up to the last character is no help to the compiler: its masks allow then what it does not accept.
+    is_open = bool(written) and written[-1][1] == _LAST_POINT
+    listed = _gaps(written) if is_open else written
+    return f"[{'^' * is_open}{''.join(_range(low, high) for low, high in listed)}]"
 
 
 def _points(atom: str) -> Iterator[Points]:
@@ -140,6 +142,10 @@ def _gaps(points: Iterable[Points]) -> Iterator[Points]:
         start = max(start, high + 1)
     if start <= _LAST_POINT:
         yield start, _LAST_POINT
+
+
+def _range(low: int, high: int) -> str:
+    return _literal(low) if low == high else f"{_literal(low)}-{_literal(high)}"
 
 
 def _literal(code: int) -> str:

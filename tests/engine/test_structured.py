@@ -8,7 +8,7 @@ from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.structured import MAX_DEPTH, checked, json_schema, regex
 
 # A character that JSON writes without an escape.
-WRITTEN = r"[\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-" + "\U0010ffff]"
+WRITTEN = r"[^\u0000-\u001f\u0022\u005c]"
 
 
 def prepared(schema: Any) -> Any:
