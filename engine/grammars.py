@@ -24,9 +24,10 @@ from radixserve.engine.step import Int32s
 from radixserve.engine.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20
-# Masks are made between two steps, where everybody waits for them. Of CPU time: the first mask of a grammar, and what
-# all masks of a request may take together.
-_MAX_FIRST_MASK_S = 0.02
+# Masks are made between two steps, where everybody waits for them. Of CPU time: one place of a trial, and what all
+# masks of a request may take together.
+_MAX_TRIAL_S = 0.05
+_TRIAL_TOKENS = 24
 _MAX_MASKS_S = 1.0
 _MAX_MASK_S = 0.01
 # To find out whether what is forced has an end within reach, before the library looks for it: tokens, and CPU time.
@@ -85,15 +86,20 @@ class XGrammars:
         return _Matcher(compiled, self._tokens)
 
     def _check_speed(self, compiled: Any) -> None:
+        """Raises ``InvalidRequest`` if masks take too long at the beginning, or on some way on from there."""
         matcher, words = self._matcher(compiled), np.empty(mask_words(self._vocab_size), np.int32)
         try:
             matcher.fill_mask(words)  # what is made on first use
+            for _ in range(_TRIAL_TOKENS):
+                before = time.thread_time()
+                matcher.fill_mask(words)
+                ended = matcher.accept(_middle(words))
+                if time.thread_time() - before > _MAX_TRIAL_S:
+                    raise InvalidRequest(_TOO_SLOW, param="grammar", code="grammar_too_complex")
+                if ended:
+                    return
         except ConstraintFailed as error:
             raise InvalidRequest(f"cannot be kept: {error}", param="grammar", code="invalid_grammar") from error
-        before = time.thread_time()
-        matcher.fill_mask(words)
-        if time.thread_time() - before > _MAX_FIRST_MASK_S:
-            raise InvalidRequest(_TOO_SLOW, param="grammar", code="grammar_too_complex")
 
     def _the_compiler(self) -> Any:
         import xgrammar
@@ -119,6 +125,12 @@ class XGrammars:
                 # Its own cache keeps the parts that grammars share.
                 self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES // 4)
         return self._compiler
+
+
+def _middle(words: Int32s) -> int:
+    """Of the tokens that a mask allows: mostly a word, where there may be words, and seldom the end."""
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    return int(allowed[len(allowed) // 2])
 
 
 def _compiled(compiler: Any, grammar: str) -> Any:

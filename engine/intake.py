@@ -19,6 +19,8 @@ COMPILE_CPU_S = 10.0  # what one grammar may cost
 COMPILE_TIMEOUT_S = 60.0  # and how long a request may wait for it
 _THREADS = 2
 _NICENESS = 5
+_STUCK_NICENESS = 19
+_MAX_STUCK = 8  # compilations beyond their limit that go on in threads of their own
 _MAX_COMPILING = 256  # requests
 
 Sender = tuple[bytes, Submit]  # a frontend and its request
@@ -30,6 +32,7 @@ class _Job:
 
     deadline: float
     spent_s: Callable[[], float] = float  # CPU time so far
+    thread_id: int | None = None  # of the system, once it has begun
     future: Future[TokenConstraint] = field(default_factory=Future)
     senders: list[Sender] = field(default_factory=list)
 
@@ -38,8 +41,8 @@ class Intake:
     """Owns the requests whose grammar is being compiled: they wait here, in nobody's way, and go to the scheduler then.
 
     Threads compile with the lowest claim to a core that is needed for a model on the CPU. A compilation cannot be
-    stopped: when it has used ``cpu_s``, or after ``timeout_s``, its requests are refused; its thread stays taken until
-    it is done.
+    stopped: when it has used ``cpu_s``, or after ``timeout_s``, its requests are refused, it goes on with what others
+    leave of a core, and new threads take over from its.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class Intake:
         self._grammars = grammars
         self._cpu_s = cpu_s
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(_THREADS, "grammar", initializer=_step_back)
+        self._threads = _new_threads()
+        self._stuck: list[Future[TokenConstraint]] = []
         self._aborted: list[Sender] = []  # to be told
         self._jobs: dict[str, _Job] = {}  # by grammar: those who ask for the same share it
 
@@ -85,15 +89,18 @@ class Intake:
         news: list[tuple[bytes, ToFrontend]] = [
             (frontend, Outputs([TokenEvent(submit.uid, [], FinishReason.ABORT)])) for frontend, submit in aborted
         ]
-        over = [grammar for grammar, job in self._jobs.items() if self._is_over(job)]
+        over = {grammar: job for grammar, job in self._jobs.items() if self._is_over(job)}
         for grammar in over:
-            news += self._end(grammar, self._jobs.pop(grammar))
+            del self._jobs[grammar]
+        for grammar, job in over.items():
+            news += self._end(grammar, job)
         return news
 
     def _compile(self, job: _Job, grammar: str) -> TokenConstraint:
         """In a thread."""
         clock = time.pthread_getcpuclockid(threading.get_ident())
         begin = time.clock_gettime(clock)
+        job.thread_id = threading.get_native_id()
         job.spent_s = lambda: time.clock_gettime(clock) - begin
         return self._grammars.compile(grammar)
 
@@ -101,6 +108,8 @@ class Intake:
         return job.future.done() or time.monotonic() > job.deadline or job.spent_s() > self._cpu_s
 
     def _end(self, grammar: str, job: _Job) -> Iterator[tuple[bytes, ToFrontend]]:
+        if not job.future.done() and not job.future.cancel():
+            self._leave_behind(job)
         for frontend, submit in job.senders:
             rejected = self._refusal(submit, job.future)
             if rejected is None:
@@ -110,7 +119,7 @@ class Intake:
                 yield frontend, rejected
 
     def _refusal(self, submit: Submit, future: Future[TokenConstraint]) -> Rejected | None:
-        if not future.done() and future.cancel():  # it has never begun
+        if future.cancelled():  # it has never begun
             message = "the server is overloaded: others compile their grammars; try again later"
             return Rejected(submit.uid, message, code="queue_full", status=503, retry_after_s=RETRY_AFTER_S)
         if not future.done():
@@ -124,6 +133,18 @@ class Intake:
             case error:
                 message = f"the grammar could not be compiled: {error}"
                 return Rejected(submit.uid, message, code="grammar_failed", param="grammar", status=500)
+
+    def _leave_behind(self, job: _Job) -> None:
+        """Who waits behind a compilation that does not end goes to other threads."""
+        self._stuck = [future for future in [*self._stuck, job.future] if not future.done()]
+        _step_back(_STUCK_NICENESS, job.thread_id)
+        if len(self._stuck) > _MAX_STUCK:
+            return
+        self._threads.shutdown(wait=False)
+        self._threads = _new_threads()
+        for grammar, other in self._jobs.items():
+            if other.future.cancel():
+                other.future = self._threads.submit(self._compile, other, grammar)
 
     # ---- ends ----
 
@@ -147,7 +168,11 @@ class Intake:
             job.senders = [sender for sender in job.senders if not concerns(sender)]
 
 
-def _step_back() -> None:
+def _new_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, "grammar", initializer=_step_back)
+
+
+def _step_back(niceness: int = _NICENESS, thread_id: int | None = None) -> None:
     """Threads have a niceness of their own on Linux; elsewhere this would be the process's."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread_id or threading.get_native_id(), niceness)

@@ -196,6 +196,8 @@ class _Schemas:
             raise self._wrong(f"{where}.type", "must name a type")
         if "multipleOf" in schema and ("number" in kinds or "integer" not in kinds):
             raise self._wrong(f"{where}.multipleOf", "is supported only for integers")
+        if "multipleOf" in schema and not (_is_of(factor := schema["multipleOf"], ["integer"]) and 1 <= factor <= 1024):
+            raise self._wrong(f"{where}.multipleOf", "must be an integer from 1 to 1024")
         if kinds and isinstance(schema.get("enum"), list):
             schema["enum"] = [value for value in schema["enum"] if _is_of(value, kinds)]
         if kinds and "const" in schema and not _is_of(schema["const"], kinds):

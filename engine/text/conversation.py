@@ -30,6 +30,8 @@ def _message(message: object, where: str) -> Message:
         raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {role!r}")
     normal: Message = {key: value for key, value in message.items() if value is not None}
     normal["role"] = _ROLES[role]
+    if "reasoning" in normal:  # another name for it, which answers have as well
+        normal.setdefault("reasoning_content", normal["reasoning"])
     calls = normal.pop("tool_calls", None)
     if calls:
         normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")

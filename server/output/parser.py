@@ -78,7 +78,8 @@ class OutputParser:
                 self._deltas.content(char)
 
     def _reasoning(self, form: ReasoningFormat) -> Reading[None]:
-        if not (yield from self._begins_with(form.start)) and not (self._thinking or form.always):
+        self.in_reasoning = self._thinking or form.always  # white space at the beginning counts
+        if not (yield from self._begins_with(form.start)) and not self.in_reasoning:
             return
         self.in_reasoning = True
         self._deltas.edge()

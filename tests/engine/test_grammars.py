@@ -98,6 +98,7 @@ def test_strings_have_no_character_that_json_must_escape(source: XGrammars, limi
         ({"type": "json_schema", "json_schema": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"type": "no_such_format"}, "format"),
         ({"type": "grammar", "grammar": "root ::= root"}, "cannot be kept: no token"),
+        ({"type": "grammar", "grammar": 'root ::= "ab" x\nx ::= x "c"'}, "cannot be kept: no token"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_reason(source: XGrammars, form: Any, reason: str) -> None:
@@ -121,7 +122,7 @@ def test_slow_masks_are_refused_before_or_end_their_request(source: XGrammars, m
     monkeypatch.setattr(grammars, "_MAX_MASKS_S", 0.0)
     with pytest.raises(ConstraintFailed, match="too long"):
         allowed(constraint)
-    monkeypatch.setattr(grammars, "_MAX_FIRST_MASK_S", 0.0)
+    monkeypatch.setattr(grammars, "_MAX_TRIAL_S", 0.0)
     monkeypatch.setattr(grammars, "_MAX_MASKS_S", 1.0)
     with pytest.raises(InvalidRequest, match="too long"):
         source.compile(structural_tag(regex("[a-z]{1,201}")))
@@ -179,8 +180,8 @@ def test_what_is_forced_without_an_end_is_left_to_the_masks(source: XGrammars, g
 
 
 def test_a_way_that_no_token_can_take_forces_nothing() -> None:
-    """The tokens lack "b", which the grammar wants for ever after an "a"."""
+    """The tokens lack "b", which the grammar wants for ever after an "a", but beyond what is tried beforehand."""
     backend = byte_tokenizer()
     source = XGrammars(lambda: Tokenizer(backend, {}), ord("b"), ())
-    constraint = source.compile(structural_tag(ebnf('root ::= "Za" more\nmore ::= "b" more')))
+    constraint = source.compile(structural_tag(ebnf(f'root ::= "{"Z" * 30}a" more\nmore ::= "b" more')))
     assert constraint.forced() == []

@@ -56,3 +56,21 @@ def test_compilations_that_take_too_long_are_refused_and_so_is_who_waits_for_the
         assert intake.num_compiling == 0 and intake.advance() == []
     finally:
         grammars.release.set()
+
+
+def test_compilations_that_never_end_take_no_thread_from_those_behind_them() -> None:
+    grammars, harness = FakeGrammars(), Harness()
+    intake = Intake(harness.scheduler, grammars, timeout_s=0.2)
+    try:
+        for uid in (1, 2):
+            assert intake.submit(b"f", request(uid, f"slow {uid}")) is None
+        time.sleep(0.15)
+        assert intake.submit(b"f", request(3, "3")) is None, "it waits: both threads are taken"
+        told: list[ToFrontend] = []
+        deadline = time.monotonic() + 20
+        while intake.num_compiling and time.monotonic() < deadline:
+            told += [news for _, news in intake.advance()]
+        assert [news.code for news in told if isinstance(news, Rejected)] == ["grammar_too_complex"] * 2
+        assert grammars.compiled == ["3"] and len(harness.scheduler.requests) == 1
+    finally:
+        grammars.release.set()

@@ -89,6 +89,8 @@ def test_schemas_say_what_json_schema_means_by_silence(schema: Any, expected: An
         ({"type": "array", "minItems": True}, "minItems: must be"),
         ({"type": []}, "type: must name"),
         ({"type": "number", "multipleOf": 0.5}, "multipleOf: is supported only for integers"),
+        ({"type": "integer", "multipleOf": 1025}, "multipleOf: must be an integer from 1 to 1024"),
+        ({"type": "integer", "multipleOf": 0.5}, "multipleOf: must be an integer from 1 to 1024"),
         ({"multipleOf": 2}, "multipleOf: is supported only for integers"),
         ({"type": "string", "format": "date", "maxLength": 3}, "maxLength: is not supported beside format"),
         ({"type": "string", "format": "date", "pattern": "a"}, "pattern: is not supported beside format"),

@@ -115,6 +115,14 @@ def test_stop_reasons_tell_what_ended_the_answer(own: httpx.Client) -> None:
     assert answer(own, ask(""))["content"] == []
 
 
+def test_a_limit_inside_the_thinking_leaves_a_block_of_it(own: httpx.Client) -> None:
+    body = ask(THOUGHT, max_tokens=THOUGHT.index("see"))
+    whole = answer(own, body)
+    assert whole["content"] == [{"type": "thinking", "thinking": "Let me", "signature": ""}]
+    assert whole["stop_reason"] == events(own, body)[-2]["delta"]["stop_reason"] == "max_tokens"
+    assert 0 < whole["usage"]["output_tokens_details"]["thinking_tokens"] < whole["usage"]["output_tokens"]
+
+
 def sent_prompt(own: httpx.Client, thinker: Service, body: dict[str, Any]) -> str:
     answer(own, {"max_tokens": 4, **body})
     ids = memoryview(thinker.engine.submits[-1].prompt_ids).cast("i")

@@ -232,6 +232,8 @@ def test_text_in_brackets_is_not_held_back_for_a_call_that_never_comes() -> None
 def test_prompt_that_ends_inside_reasoning_needs_no_tag() -> None:
     assert said(feed(parser(None, thinking=True), "So.</think>Yes")) == ("So.", "Yes", [])
     assert said(feed(parser(None, thinking=True), "<think>So.</think>Yes")) == ("So.", "Yes", [])
+    opened = parser(None, thinking=True)
+    assert opened.in_reasoning and opened.feed("\n") == [] and opened.in_reasoning, "every token counts"
     always = OutputParser(formats.REASONING_FORMATS["deepseek_r1"], None, {})
     assert said(feed(always, "So.</think>Yes")) == ("So.", "Yes", [])
 

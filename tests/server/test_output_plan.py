@@ -126,6 +126,10 @@ def test_formats_begin_after_the_reasoning(source: XGrammars) -> None:
 def test_a_budget_closes_the_reasoning(source: XGrammars) -> None:
     found = plan(reasoning="qwen3", thinking_token_budget=4)
     assert fits(source, found, "<think>1234</think>\n\nThe answer.")
+    for cut in range(5):  # within the end of the reasoning, which may have begun in vain before
+        assert fits(source, found, f"<think>{'</think'[:cut]}</think>Yes")
+        assert fits(source, found, f"<think>{'1234'[cut:]}</think>Yes")
+    assert not fits(source, found, "<think></thi</think>")
     assert not fits(source, found, "<think>12345</think>") and fits(source, found, "The answer, at once.")
     none = plan(reasoning="qwen3", thinking_token_budget=0, prompt_end="<think>\n", response_format=ANSWER)
     assert fits(source, none, '</think>"yes"') and not fits(source, none, 'x</think>"yes"')

@@ -96,6 +96,39 @@ def test_reasoning_is_apart_and_counted(own: httpx.Client) -> None:
     assert last["usage"]["completion_tokens_details"] == whole["usage"]["completion_tokens_details"]
 
 
+def test_a_limit_or_a_stop_inside_the_reasoning_leaves_no_content(own: httpx.Client) -> None:
+    num_tokens = THOUGHT.index("see")
+    for fields, reason in (({"max_tokens": num_tokens}, "length"), ({"stop": "see"}, "stop")):
+        whole = own.post(CHAT, json=ask(THOUGHT, **fields)).json()
+        (choice,) = whole["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == (reason, "")
+        assert choice["message"]["reasoning_content"] == "Let me"
+        used = whole["usage"]["completion_tokens"]
+        assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == used - len("<think>") + 1
+        chunks = [chunk["choices"][0] for chunk in streamed_chunks(own, CHAT, ask(THOUGHT, **fields))]
+        assert "".join(chunk["delta"].get("reasoning_content") or "" for chunk in chunks) == "Let me"
+        assert not any(chunk["delta"].get("content") for chunk in chunks)
+        assert chunks[-1]["finish_reason"] == reason
+
+
+def test_calls_may_follow_the_reasoning_at_once_in_every_choice(own: httpx.Client) -> None:
+    text = f"<think>Hm.</think>{TWO_CALLS.removeprefix('I call.')}"
+    whole = own.post(CHAT, json=ask(text, tools=TOOLS, n=2)).json()
+    one = own.post(CHAT, json=ask(text, tools=TOOLS)).json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * one > 0
+    for choice in whole["choices"]:
+        found = choice["message"]
+        assert (found["reasoning_content"], found["content"], choice["finish_reason"]) == ("Hm.", None, "tool_calls")
+        assert [call["function"]["name"] for call in found["tool_calls"]] == ["add", "now"]
+    chunks = [
+        choice for chunk in streamed_chunks(own, CHAT, ask(text, tools=TOOLS, n=2)) for choice in chunk["choices"]
+    ]
+    for index in (0, 1):
+        deltas = [chunk["delta"] for chunk in chunks if chunk["index"] == index]
+        starts = [call for delta in deltas for call in delta.get("tool_calls", []) if "id" in call]
+        assert [(call["index"], call["function"]["name"]) for call in starts] == [(0, "add"), (1, "now")]
+
+
 def test_reasoning_can_be_left_out_or_left_in(own: httpx.Client) -> None:
     hidden = message(own, ask(THOUGHT, include_reasoning=False))
     assert hidden["content"] == "Yes. " and "reasoning_content" not in hidden

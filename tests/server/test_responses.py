@@ -113,6 +113,15 @@ def test_an_answer_that_meets_the_limit_is_incomplete(own: httpx.Client) -> None
     assert shape(events(own, ask("abcdef", max_output_tokens=3)))[-1] == "incomplete"
 
 
+def test_a_limit_inside_the_reasoning_leaves_an_incomplete_item(own: httpx.Client) -> None:
+    body = ask(THOUGHT, max_output_tokens=THOUGHT.index("see"))
+    for whole in (answer(own, body), events(own, body)[-1]["response"]):
+        (item,) = whole["output"]
+        assert (whole["status"], item["type"], item["status"]) == ("incomplete", "reasoning", "incomplete")
+        assert item["content"] == [{"type": "reasoning_text", "text": "Let me"}]
+        assert 0 < whole["usage"]["output_tokens_details"]["reasoning_tokens"] < whole["usage"]["output_tokens"]
+
+
 def test_a_call_cut_at_the_limit_is_no_text(own: httpx.Client) -> None:
     body = ask(TWO_CALLS, tools=TOOLS, max_output_tokens=TWO_CALLS.index('add"'))
     for whole in (answer(own, body), events(own, body)[-1]["response"]):

@@ -98,3 +98,13 @@ def test_the_caller_s_messages_are_not_changed():
     normalize_messages(messages)
     assert messages == [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
     assert CALL["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+
+
+def test_reasoning_of_earlier_answers_is_known_by_both_of_its_names():
+    for fields in (
+        {"reasoning": "Hm."},
+        {"reasoning_content": "Hm."},
+        {"reasoning_content": "Hm.", "reasoning": "Hm."},
+    ):
+        (message,) = normalize_messages([{"role": "assistant", "content": None, **fields}])
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "")
