@@ -61,7 +61,7 @@ class InvariantCudaOps(CudaOps):
             return self._product(y, weight, residual=stream), None
         return stream, self.linear(y, weight, bias)
 
-    def _choose_product(self, num_tokens: int, matrix: QuantizedMatrix) -> Product:
+    def _choose_product(self, y: Tensor, matrix: QuantizedMatrix) -> Product:
         return Product.WIDE
 
     def _tiles(self, num_tokens: int, per_token: int, num_experts: int) -> Tiles:

@@ -118,7 +118,7 @@ class CudaOps:
     def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
         if matrix.order is not None:
             y = y.index_select(1, matrix.order)
-        match self._choose_product(len(y), matrix):
+        match self._choose_product(y, matrix):
             case Product.NARROW:
                 return triton_quantized.narrow_linear(y, matrix, bias, self._pdl)
             case Product.SCALED:
@@ -126,8 +126,9 @@ class CudaOps:
             case Product.WIDE:
                 return self.linear(y, triton_quantized.dequantize(matrix, y.dtype), bias)
 
-    def _choose_product(self, num_tokens: int, matrix: QuantizedMatrix) -> Product:
-        return choose_product(num_tokens, matrix.form, matrix.shape, has_scaled=self._multiplies_fp8)
+    def _choose_product(self, y: Tensor, matrix: QuantizedMatrix) -> Product:
+        has_scaled = self._multiplies_fp8 and y.dtype == torch.bfloat16  # the only type of its results
+        return choose_product(len(y), matrix.form, matrix.shape, has_scaled=has_scaled)
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

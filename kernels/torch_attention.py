@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.quantized import FP8
 from radixserve.kernels.shared_prefix import SharedPrefixRule, SharedTiles
 
 # Measured on a CPU, see benchmarks/notes/cpu_runner.md; in tokens.
@@ -190,11 +191,11 @@ class TorchAttention:
 
     def _gather(self, group: _DecodeGroup, cache: Tensor) -> Tensor:
         """[n, kv_heads, L, D] of a cache [slots, kv_heads, D]."""
-        found = cache.index_select(0, group.slots).to(self._shape.dtype)
+        found = _tokens(cache, group.slots, self._shape.dtype)
         return found.view(group.num_sequences, -1, *cache.shape[1:]).transpose(1, 2)
 
     def _prefill(self, chunk: _Chunk, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        k, v = (kv.index_select(0, chunk.slots).to(q.dtype).transpose(0, 1)[None] for kv in (keys, values))
+        k, v = (_tokens(kv, chunk.slots, q.dtype).transpose(0, 1)[None] for kv in (keys, values))
         return self._attend(q.transpose(0, 1)[None], k, v, chunk.mask, is_causal=chunk.mask is None)[0].transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
@@ -217,6 +218,13 @@ class TorchAttention:
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _tokens(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values [L, kv_heads, D] at ``slots`` of a cache [slots, kv_heads, D]."""
+    if cache.dtype != FP8:
+        return cache.index_select(0, slots)
+    return cache.view(torch.uint8).index_select(0, slots).view(FP8).to(dtype)  # e4m3 is not gathered on every device
 
 
 def _visible(queries: NDArray[np.int64], positions: NDArray[np.int64], window: int) -> NDArray[np.bool_]:
