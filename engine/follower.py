@@ -34,11 +34,7 @@ _log = logging.getLogger("radixserve.engine")
 
 def main() -> int:
     """Load this rank's part of the model and execute what comes. Returns the exit status."""
-    try:
-        config = lifeline.read_config()
-    except ConfigError as error:
-        lifeline.say(f"radixserve: {error}")
-        return lifeline.EXIT_HOPELESS
+    config = lifeline.read_config()
     rank, meeting = int(os.environ[RANK_VARIABLE]), Path(os.environ[MEETING_VARIABLE])
     frames = _receive(meeting)
     log_to_stderr(config.log_level, config.log_format)

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable
 
 from radixserve.configs.schema import ServeConfig
-from radixserve.engine.errors import ConfigError
 
 # Environment of the children.
 IPC_VARIABLE = "RADIXSERVE_IPC"  # ZMQ address of the engine's socket
@@ -39,14 +38,15 @@ def read_config() -> ServeConfig:
     From here on SIGINT, SIGTERM and SIGHUP are ignored: a terminal sends them to the whole group, but only the
     supervisor knows when it is this process's turn to leave. (It starts us with all blocked, so that none arrives too
     early.)
-    Raises ``ConfigError`` when this process was not started by a supervisor.
+    Ends a process that was not started by a supervisor.
     """
     for stop_signal in _STOP_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     line = b"" if os.isatty(_STDIN_FD) else _read_line(_STDIN_FD)
     if not line:
-        raise ConfigError("no configuration on standard input: this process is started by `radixserve serve`")
+        say("radixserve: no configuration on standard input: this process is started by `radixserve serve`")
+        raise SystemExit(EXIT_HOPELESS)
     return ServeConfig.model_validate_json(line)
 
 

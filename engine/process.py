@@ -39,11 +39,7 @@ Build = Callable[[ServeConfig, Callable[[str, float], None]], BuiltEngine]
 
 def main() -> int:
     """Take the configuration from the lifeline, load, serve. Returns the exit status."""
-    try:
-        config = lifeline.read_config()
-    except ConfigError as error:
-        lifeline.say(f"radixserve: {error}")
-        return lifeline.EXIT_HOPELESS
+    config = lifeline.read_config()
     lifeline.watch()
     log_to_stderr(config.log_level, config.log_format)
     faulthandler.enable()  # where it was, when native code or the watchdog (SIGABRT) ends it

@@ -44,11 +44,7 @@ class _Server(uvicorn.Server):
 
 def main() -> int:
     """Take the configuration from the lifeline, serve until it says to leave. Returns the exit status."""
-    try:
-        config = lifeline.read_config()
-    except ConfigError as error:
-        lifeline.say(f"radixserve: {error}")
-        return lifeline.EXIT_HOPELESS
+    config = lifeline.read_config()
     log_to_stderr(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
