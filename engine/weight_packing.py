@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from radixserve.engine.layers.experts import Experts
 from radixserve.engine.layers.linear import Embedding, Linear, MergedLinear, QuantizedLinear
-from radixserve.kernels.packing import PANEL, WeightKind, can_pack, empty_packed, kind_of, pack, row_bytes
+from radixserve.kernels.packing import (
+    PANEL,
+    WeightKind,
+    as_packed,
+    can_pack,
+    kind_of,
+    pack,
+    packed_bytes,
+    row_bytes,
+    weight_room,
+)
 from radixserve.kernels.quantized import QuantizedMatrix
 
 _FORCED = {"int4": WeightKind.Q4, "int8": WeightKind.Q8, "bf16": WeightKind.BF16}
@@ -29,11 +39,15 @@ def can_pack_model(model: nn.Module) -> bool:
 def pack_model(model: nn.Module, option: str, stored_kinds: Mapping[str, WeightKind]) -> None:
     """Give all matrices of ``model`` room for packed weights, without values. ``option``: ``--cpu-weights``;
     ``stored_kinds``: as what the checkpoint's tensors, by name, lose nothing."""
-    for path, module in _matrices(model):
+    matrices, shapes = _matrices(model), []
+    for path, module in matrices:
         kinds = [stored_kinds.get(name, WeightKind.BF16) for name in _stored_names(path, module)]
         kind = _choose_kind(option, kinds, is_embedding=isinstance(module, Embedding) or path == "lm_head")
-        packed = empty_packed(kind, len(module.weight), columns(module), module.weight.device)
-        module.weight = nn.Parameter(packed, requires_grad=False)
+        shapes.append((kind, len(module.weight), columns(module)))
+    sizes = [packed_bytes(*shape) for shape in shapes]
+    room = weight_room(sum(sizes), matrices[0][1].weight.device)
+    for (_, module), shape, part in zip(matrices, shapes, room.split(sizes), strict=True):
+        module.weight = nn.Parameter(as_packed(part, *shape), requires_grad=False)
 
 
 def describe_weights(model: nn.Module) -> str:

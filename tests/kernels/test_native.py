@@ -15,7 +15,7 @@ from radixserve.engine.gguf_weights import pack_gguf
 from radixserve.kernels import native_library
 from radixserve.kernels.native_library import NativeLibrary, NativeUnavailable
 from radixserve.kernels.native_ops import NativeOps
-from radixserve.kernels.packing import WeightKind, empty_packed, pack
+from radixserve.kernels.packing import WeightKind, as_packed, pack, packed_bytes, weight_room
 from radixserve.kernels.select import BackendUnavailable, select_native
 from radixserve.kernels.torch_ops import TorchOps
 
@@ -137,7 +137,8 @@ def test_norms_around_layers_and_gates(ops: NativeOps, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [2, 40])
 def test_logits_of_a_vocabulary_that_ends_within_a_panel(ops: NativeOps, num_tokens: int) -> None:
-    table = empty_packed(WeightKind.Q8, 70, 64)
+    room = weight_room(packed_bytes(WeightKind.Q8, 70, 64), torch.device("cpu"))
+    table = as_packed(room, WeightKind.Q8, 70, 64)
     table.as_strided((80, table.shape[1]), table.stride()).copy_(packed(WeightKind.Q8, randn(80, 64)))
     hidden = randn(num_tokens, 64)
     assert_near(ops.logits(hidden, table), hidden @ unpacked(ops, table, 64).T, 0.06)
