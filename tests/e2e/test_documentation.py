@@ -9,13 +9,15 @@ import shlex
 import subprocess
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from radixserve.configs.sources import file_layer, merge
+from radixserve.engine.llm import Completion
+from radixserve.engine.sampling_params import SamplingParams
 from radixserve.server.cli import COMMANDS
 from radixserve.server.commands.client import split_serve_options
 from radixserve.server.commands.serve import parse_flags, read_config
@@ -63,7 +65,7 @@ def run_python(code: str, name: str) -> None:
 
 
 # Their subjects have tests of their own with the default model, in tests/contract.
-_SLOW_PAGES = ("structured_output.md", "tool_calling.md")
+_SLOW_PAGES = ("structured_output.md", "tool_calling.md", "python.md")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,12 @@ _SLOW_PAGES = ("structured_output.md", "tool_calling.md")
 def test_python_of_the_pages_runs(block: Block, server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     run_python(for_server(block.code, server), name_of(block))
     assert capsys.readouterr().out.strip()
+
+
+def test_the_page_about_python_names_every_rule_and_every_part_of_an_answer() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    names = [*SamplingParams.__struct_fields__, *(part.name for part in fields(Completion))]
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 CURLS = [block for block in blocks("sh") if block.code.startswith("curl")]
