@@ -8,7 +8,7 @@ from typing import Any
 from radixserve.engine.text.conversation import Message
 from radixserve.engine.text.message_parts import PART_SEPARATOR, as_object, kind_of, string_in, text_in, wrong
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, Schema, any_of, list_of, record, tagged
-from radixserve.server.protocol.turns import tool_call
+from radixserve.server.protocol.to_chat import tool_call
 
 _TEXT = {"text": "text"}
 _USER_BLOCKS = {"text": "text", "tool_result": "content"}

@@ -11,8 +11,8 @@ from radixserve.server.protocol.chat import ChatPromptRequest, ChatRequest
 from radixserve.server.protocol.fields import Harmless, RequestModel, Stop, only
 from radixserve.server.protocol.generation import SamplingFields
 from radixserve.server.protocol.message_turns import MESSAGES_SCHEMA, TEXT_SCHEMA, system_text, turn_messages
+from radixserve.server.protocol.to_chat import function_only, with_system
 from radixserve.server.protocol.tools import Function, Tool, ToolChoice, ToolName
-from radixserve.server.protocol.turns import function_only, with_system
 
 # Where a chat request has what these call otherwise.
 FIELD_NAMES = {

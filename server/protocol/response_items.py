@@ -8,7 +8,7 @@ from typing import Any
 from radixserve.engine.text.conversation import Message
 from radixserve.engine.text.message_parts import as_object, kind_of, parsed_arguments, string_in, text_in, wrong
 from radixserve.server.protocol.schemas import JSON_TEXT, STRING, Schema, any_of, list_of, record, tagged
-from radixserve.server.protocol.turns import tool_call
+from radixserve.server.protocol.to_chat import tool_call
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

@@ -12,8 +12,8 @@ from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation import SamplingFields
 from radixserve.server.protocol.response_items import INPUT_SCHEMA, input_messages
 from radixserve.server.protocol.schemas import OBJECT, STRING, any_of, record, tagged
+from radixserve.server.protocol.to_chat import function_only, with_system
 from radixserve.server.protocol.tools import Function, Tool, ToolChoice
-from radixserve.server.protocol.turns import function_only, with_system
 
 # Where a chat request has what this one calls otherwise.
 FIELD_NAMES = {
