@@ -165,8 +165,11 @@ class LayerCase:
 
             return answer
 
-        chosen = triton_experts.choose_tiles(num_tokens, per_token, count)
-        others = [triton_experts.choose_tiles(tokens, per_token, count) for tokens in (1, 17, 256, 1024, 16384)]
+        def tiles_for(tokens: int) -> triton_experts.Tiles:
+            shared_bytes = torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor
+            return triton_experts.choose_tiles(tokens, per_token, count, shared_bytes)
+
+        chosen, others = tiles_for(num_tokens), map(tiles_for, (1, 17, 256, 1024, 16384))
         fitting = {tiles for tiles in others if tiles.sorts or num_tokens <= tiles.gate_up.rows}
         if not chosen.sorts:
             fitting.add(replace(chosen, sorts=True))

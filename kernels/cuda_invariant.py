@@ -64,7 +64,7 @@ class InvariantCudaOps(CudaOps):
     def _choose_product(self, y: Tensor, matrix: QuantizedMatrix) -> Product:
         return Product.WIDE
 
-    def _tiles(self, num_tokens: int, per_token: int, num_experts: int) -> Tiles:
+    def _tiles(self, x: Tensor, per_token: int, num_experts: int) -> Tiles:
         return _EXPERT_TILES
 
     def _scores(self, x: Tensor, router: Tensor) -> Tensor:

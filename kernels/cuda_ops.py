@@ -67,12 +67,13 @@ class CudaOps:
     ) -> Tensor:
         if self._experts:
             return self._experts.experts(x, router, gate_up, down, per_token, normalized, slots)
-        tiles = self._tiles(len(x), per_token, len(router))
+        tiles = self._tiles(x, per_token, len(router))
         routing = triton_experts.route(self._scores(x, router), slots, per_token, normalized, tiles, self._pdl)
         return triton_experts.experts(x, gate_up, down, routing, tiles, self._pdl)
 
-    def _tiles(self, num_tokens: int, per_token: int, num_experts: int) -> triton_experts.Tiles:
-        return triton_experts.choose_tiles(num_tokens, per_token, num_experts)
+    def _tiles(self, x: Tensor, per_token: int, num_experts: int) -> triton_experts.Tiles:
+        shared_bytes = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
+        return triton_experts.choose_tiles(len(x), per_token, num_experts, shared_bytes)
 
     def _scores(self, x: Tensor, router: Tensor) -> Tensor:
         """Of each expert for each token, fp32 [T, E]."""

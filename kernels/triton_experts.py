@@ -20,6 +20,7 @@ from radixserve.kernels import triton_experts_kernels as kernels
 from radixserve.kernels.triton_linear import Tile
 
 _FEW_TOKENS = 16  # rows of the smallest tensor-core product
+_LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have
 _TABLE = 4096  # rows times experts that a program of the routing holds
 _LONGEST_PREFETCH = 4096  # of a row of weights, in values
 
@@ -35,9 +36,9 @@ class Tiles:
     sorts: bool = True
 
 
-def choose_tiles(num_tokens: int, per_token: int, num_experts: int) -> Tiles:
+def choose_tiles(num_tokens: int, per_token: int, num_experts: int, shared_bytes: int) -> Tiles:
     """By the pairs of an expert: few rows and narrow tiles where reading weights is all there is to do, square ones
-    where arithmetic is."""
+    where arithmetic is. ``shared_bytes``: of a multiprocessor."""
     share = num_tokens * per_token / num_experts
     if num_tokens <= _FEW_TOKENS:
         return Tiles(Tile(16, 8, 512, 3, 2), Tile(16, 16, 256, 3, 2), sorts=False)
@@ -45,7 +46,7 @@ def choose_tiles(num_tokens: int, per_token: int, num_experts: int) -> Tiles:
         return Tiles(Tile(16, 16, 256, 4, 4), Tile(16, 32, 256, 3, 4))
     if share <= 24:
         return Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))
-    if share <= 256:
+    if share <= 256 or shared_bytes < _LARGE_TILE_BYTES:
         return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), group=8)
     return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8), group=8)
 

@@ -18,6 +18,7 @@ from radixserve.kernels.torch_ops import TorchOps
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter has no bf16 products
+SHARED_BYTES = 227 << 10
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
@@ -45,7 +46,7 @@ class Mixture:
     def answer(self, x: Tensor, slots: Tensor, per_token: int, normalized: bool, **changes: Any) -> Tensor:
         from radixserve.kernels.triton_experts import choose_tiles, experts, route
 
-        tiles = choose_tiles(len(x), per_token, len(self.router))
+        tiles = choose_tiles(len(x), per_token, len(self.router), SHARED_BYTES)
         pdl = not INTERPRETED
         routing = route(self.scores(x), slots, per_token, normalized, tiles, pdl)
         return experts(x, self.gate_up, self.down, routing, tiles, pdl).float().sum(0)
@@ -104,7 +105,7 @@ def test_padding_goes_to_no_expert_and_changes_nothing(tokens: int) -> None:
     x[~real] = float("nan")
     out = mixture.answer(x, slots, 2, True)
     assert error(out[real], mixture.expected(x[real], 2, True)) < (1e-5 if INTERPRETED else 1e-2)
-    routing = route(mixture.scores(x), slots, 2, True, choose_tiles(tokens, 2, 6), not INTERPRETED)
+    routing = route(mixture.scores(x), slots, 2, True, choose_tiles(tokens, 2, 6, SHARED_BYTES), not INTERPRETED)
     assert (routing.chosen[real] < 6).all() and (routing.chosen[~real] == 6).all()
     if routing.pairs is not None and routing.blocks is not None:
         assert int(routing.blocks[2].sum()) == 2 * int(real.sum())
