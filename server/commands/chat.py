@@ -34,11 +34,12 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, the up key bri
 
 
 class Chat:
-    """Owns one conversation. ``write`` takes text as it comes."""
+    """Owns one conversation. ``write`` takes text as it comes, ``think`` the reasoning before it."""
 
-    def __init__(self, client: Client, system: str, write: Callable[[str], None]) -> None:
+    def __init__(self, client: Client, system: str, write: Callable[[str], None], think: Callable[[str], None]) -> None:
         self._client = client
         self._write = write
+        self._think = think
         self._reply: Reply | None = None
         self._messages: list[dict[str, str]] = []
         self._reset(system)
@@ -70,15 +71,20 @@ class Chat:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def _answer(self, text: str) -> None:
-        """What came before a Ctrl-C stays in the conversation; a message that failed does not."""
+        """What came before a Ctrl-C stays in the conversation; a message that failed does not, nor does reasoning."""
         self._messages.append({"role": "user", "content": text})
-        reply, pieces = Reply(), list[str]()
+        reply, answer, thinking = Reply(), "", False
         try:
-            # Reasoning is shown as it comes, tags and all.
-            body = {"messages": self._messages, "separate_reasoning": False}
-            for piece in self._client.stream(CHAT_PATH, body, reply):
-                pieces.append(piece)
-                self._write(_harmless(piece))
+            for piece in self._client.stream(CHAT_PATH, {"messages": self._messages}, reply):
+                if piece.is_reasoning:
+                    self._think(_harmless(piece.text))
+                    thinking = True
+                    continue
+                if thinking:
+                    self._think("\n\n")
+                    thinking = False
+                answer += piece.text
+                self._write(_harmless(piece.text))
             self._write("\n")
         except KeyboardInterrupt:
             self._write(" (stopped)\n")
@@ -87,7 +93,7 @@ class Chat:
             print(f"error: {error}", file=sys.stderr)
             return
         self._reply = reply
-        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        self._messages.append({"role": "assistant", "content": answer})
 
 
 def build_parser() -> Parser:
@@ -102,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     flags = build_parser().parse_args(own)
     flags.model = flags.model or flags.positional_model
     with connected(flags, serve_options) as client:
-        chat = Chat(client, flags.system, _write)
+        chat = Chat(client, flags.system, _write, _write_faintly)
         if not sys.stdin.isatty():
             lines: Iterator[str] = (line.rstrip("\n") for line in sys.stdin)
         else:
@@ -116,6 +122,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _write_faintly(text: str) -> None:
+    """On a terminal only: who reads the answers from a pipe wants those."""
+    if sys.stdout.isatty():
+        _write(f"\033[2m{text}\033[0m")
 
 
 def _harmless(text: str) -> str:

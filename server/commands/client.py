@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import httpx
 
@@ -61,6 +61,13 @@ class Reply:
         )
 
 
+class Piece(NamedTuple):
+    """Some text of an answer, or of the reasoning before it where the server tells these apart."""
+
+    text: str
+    is_reasoning: bool = False
+
+
 class Client:
     """Asks one server for answers of one model. ``sampling``: fields of every request."""
 
@@ -69,8 +76,8 @@ class Client:
         self._http = http
         self._sampling = sampling
 
-    def stream(self, path: str, body: Mapping[str, Any], reply: Reply) -> Iterator[str]:
-        """Pieces of the answer's text; leaving the iteration ends the request. Raises ``CallFailed``."""
+    def stream(self, path: str, body: Mapping[str, Any], reply: Reply) -> Iterator[Piece]:
+        """Pieces of the answer, none empty; leaving the iteration ends the request. Raises ``CallFailed``."""
         fields = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         start = time.monotonic()
         try:
@@ -80,8 +87,9 @@ class Client:
                     raise CallFailed(_message(response))
                 for event in _events(response):
                     reply.total_s = time.monotonic() - start
-                    if text := _take(event, reply):
-                        yield text
+                    piece = _take(event, reply)
+                    if piece.text:
+                        yield piece
         except httpx.HTTPError as error:
             raise CallFailed(f"the server at {self._http.base_url} cannot be reached: {error}") from error
 
@@ -92,18 +100,20 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-def _take(event: Mapping[str, Any], reply: Reply) -> str:
+def _take(event: Mapping[str, Any], reply: Reply) -> Piece:
     if "error" in event:
         raise CallFailed(event["error"]["message"])
     if usage := event.get("usage"):
         reply.prompt_tokens, reply.tokens = usage["prompt_tokens"], usage["completion_tokens"]
         reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
-    text: str = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-    if text:
+    delta = choice.get("delta") or {}
+    thought: str = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    text: str = choice.get("text") or delta.get("content") or ""
+    if text or thought:
         reply.ttft_s = reply.ttft_s or reply.total_s
         reply.tokens += 1
-    return text
+    return Piece(thought, is_reasoning=True) if thought else Piece(text)
 
 
 def _message(response: httpx.Response) -> str:

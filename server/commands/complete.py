@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     reply = Reply()
     with connected(flags, serve_options) as client:
         for piece in client.stream(COMPLETION_PATH, {"prompt": prompt}, reply):
-            print(piece, end="", flush=True)
+            print(piece.text, end="", flush=True)
         print(flush=True)
     if flags.stats:
         print(reply.summary(), file=sys.stderr)

@@ -107,6 +107,19 @@ def test_each_line_of_a_pipe_is_a_message_of_one_conversation(service: Service) 
     assert "first" not in prompts[2] and "system\nBe brief" in prompts[2]
 
 
+def test_reasoning_is_shown_on_a_terminal_only_and_forgotten(folder: Path) -> None:
+    with running_service(folder, reasoning_parser="qwen3") as thinker:
+        first, second = "<<<think>why</think>because>>", "<<so>>"
+        done = radixserve("chat", "--url", thinker.url, stdin=f"{first}\n{second}\n")
+        assert done.stdout == "because\nbecause\n", done.stderr
+        assert "assistant\nbecause" in last_prompt(thinker)
+        with terminal(folder, "--url", thinker.url) as screen:
+            screen.expect(READY)
+            screen.type(f"{first}\r")
+            screen.expect("\x1b[2mw\x1b[0m")
+            screen.expect("because\r\n")
+
+
 def test_a_message_that_fails_is_told_and_forgotten(service: Service) -> None:
     done = radixserve("chat", "--url", service.url, stdin="{reject}\n<<fine>>\n")
     assert (done.returncode, done.stdout) == (0, "fine\n")
