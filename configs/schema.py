@@ -6,9 +6,9 @@ Names follow vLLM where they mean the same, SGLang where vLLM has none.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -147,8 +147,9 @@ class ServerOptions(OptionGroup):
     request_timeout: float = Field(60.0, gt=0, description="Seconds a client may take to send a request; then 408")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM")
     health_timeout: float = Field(10.0, gt=0, description="Seconds of engine silence after which /health says 503")
+    # The frontend looks each second: less than two would end engines that are a moment late.
     watchdog_timeout: float = Field(
-        300.0, gt=0, description="Seconds of engine silence after which it is killed and started again"
+        300.0, ge=2, description="Seconds of engine silence after which it is killed and started again"
     )
     stream_interval: int = Field(1, ge=1, description="Tokens between two streamed chunks")
     tool_call_parser: ToolCallParser = Field(
@@ -166,6 +167,15 @@ class ServerOptions(OptionGroup):
     log_requests: bool = Field(
         False, description="Log each request at its end, with its id, tokens and times, and each refusal; no texts"
     )
+
+    @model_validator(mode="after")
+    def _end_only_what_is_stuck(self) -> Self:
+        if self.watchdog_timeout < self.health_timeout:
+            raise ValueError(
+                f"watchdog_timeout {self.watchdog_timeout:g} is less than health_timeout {self.health_timeout:g}: "
+                f"engines that /health calls well would be ended; raise --watchdog-timeout or lower --health-timeout"
+            )
+        return self
 
     @property
     def max_body_bytes(self) -> int:

@@ -132,6 +132,8 @@ def _prepare(name: str, value: Any) -> Any:
 
 
 def _explain(mistake: Mapping[str, Any], origin: Mapping[str, str]) -> str:
+    if not mistake["loc"]:  # about several options, which it names
+        return str(mistake["msg"]).removeprefix("Value error, ")
     name = str(mistake["loc"][0])
     allowed = mistake["msg"].replace("Input should", "it should", 1).partition(", unable to")[0]
     shown = "this" if name in SECRET_OPTIONS else repr(mistake["input"])

@@ -13,6 +13,7 @@ from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.registry import create_model
+from radixserve.engine.profiling import make_trace_folder
 from radixserve.engine.quantized_model import check_quantization
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.sizing import (
@@ -24,6 +25,7 @@ from radixserve.engine.sizing import (
     choose_native_kv_dtype,
     choose_page_size,
     choose_step_tokens,
+    choose_torch_dtype,
     wants_native,
 )
 from radixserve.engine.step import Pulse
@@ -80,6 +82,8 @@ class Design:
                 f"deterministic does not go with tensor_parallel_size {shard.size}: the order in which ranks add up "
                 "depends on the batch; use --tensor-parallel-size 1"
             )
+        if config.profile is not None:
+            make_trace_folder(config.profile)
         device = _resolve_device(config, shard)
         files = resolve_model(config.model, config.load_format)
         spec = load_spec(files)
@@ -123,9 +127,11 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
             return Kernels(ops, torch.float32, pulse, f" ({ops.description})")
         except BackendUnavailable as error:
             if config.cpu_weights in ("int4", "int8"):
-                raise ConfigError(f"cpu_weights {config.cpu_weights} needs the native kernels: {error}") from error
+                raise ConfigError(
+                    f"cpu_weights {config.cpu_weights} needs the native kernels: {error}; use --cpu-weights auto"
+                ) from error
             notice = f" (slow: the native kernels cannot be used: {error})"
-    requested = {"fp32": "float32", "bf16": "bfloat16"}.get(config.cpu_weights, config.dtype)
+    requested = choose_torch_dtype(config, config.dtype, device.type)
     has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     dtype = choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
     layer_ops = select_ops(device, dtype, config.moe_backend, deterministic=config.deterministic)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from radixserve.engine.errors import ConfigError
 from radixserve.engine.step import PendingStep, Runner, StepPlan
 
 _log = logging.getLogger(__name__)
@@ -16,8 +18,21 @@ _log = logging.getLogger(__name__)
 FIRST_STEP, NUM_STEPS = 100, 50
 
 
+def make_trace_folder(path: str) -> None:
+    """Raises ``ConfigError`` when no trace could be written there: better now than after ``FIRST_STEP`` steps."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"profile {path} is no folder to write to: {error.strerror}; use another --profile"
+        ) from error
+
+
 class ProfiledRunner:
-    """A ``Runner`` that traces ``NUM_STEPS`` steps of another and writes the trace into ``folder``."""
+    """A ``Runner`` that traces ``NUM_STEPS`` steps of another and writes the trace into ``folder``. A trace that cannot
+    be written (the disk is full) costs no request."""
 
     def __init__(self, runner: Runner, folder: Path) -> None:
         self._runner = runner
@@ -27,18 +42,20 @@ class ProfiledRunner:
         self._profile = profile(activities=activities)
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        if self._num_launched == FIRST_STEP:
+        step, self._num_launched = self._num_launched, self._num_launched + 1
+        if step == FIRST_STEP:
             self._profile.start()
-        elif self._num_launched == FIRST_STEP + NUM_STEPS:
-            self._write()
-        self._num_launched += 1
+        elif step == FIRST_STEP + NUM_STEPS:
+            try:
+                self._write()
+            except OSError as error:
+                _log.error("cannot write the trace into %s: %s", self._folder, error)
         return self._runner.launch(plan)
 
     def _write(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"steps-{FIRST_STEP}-{FIRST_STEP + NUM_STEPS - 1}.json.gz"
         self._profile.export_chrome_trace(str(path))
         spans = [

@@ -63,6 +63,18 @@ def choose_native_kv_dtype(options: CacheOptions, requested: str) -> torch.dtype
     return torch.bfloat16 if requested == "auto" else _DTYPES[requested]
 
 
+def choose_torch_dtype(options: RunnerOptions, dtype: str, device: str) -> str:
+    """What is asked for where the native kernels are not used: weights and KV have one type then. Raises
+    ``ConfigError`` when two are asked for."""
+    weights = {"fp32": "float32", "bf16": "bfloat16"}.get(options.cpu_weights, dtype) if device == "cpu" else dtype
+    if dtype not in ("auto", weights):
+        raise ConfigError(
+            f"dtype {dtype} does not go with --cpu-weights {options.cpu_weights}, where the native kernels are not "
+            f"used; leave out one of them"
+        )
+    return weights
+
+
 def choose_model_len(options: ModelOptions, spec: ModelSpec) -> int:
     """Context length in tokens. Raises ``ConfigError`` when more is asked for than the model knows positions."""
     if options.max_model_len is None:

@@ -100,6 +100,15 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_left_alone
             flag_layer({"watchdog_timeout": "inf"}),
             "--watchdog-timeout: 'inf' is not allowed, it should be a finite number",
         ),
+        (
+            flag_layer({"watchdog_timeout": "1.9"}),
+            "--watchdog-timeout: '1.9' is not allowed, it should be greater than or equal to 2",
+        ),
+        (
+            flag_layer({"health_timeout": "301"}),
+            "watchdog_timeout 300 is less than health_timeout 301: engines that /health calls well would be ended; "
+            "raise --watchdog-timeout or lower --health-timeout",
+        ),
         (flag_layer({"device": "gpu"}), "--device: 'gpu' is not allowed, it should be 'auto', 'cpu' or 'cuda'"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from radixserve.configs.schema import CacheOptions, ModelOptions, SchedulerOptions
+from radixserve.configs.schema import CacheOptions, ModelOptions, RunnerOptions, SchedulerOptions
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_spec import LayerSpec, ModelSpec
@@ -18,6 +18,7 @@ from radixserve.engine.sizing import (
     choose_page_size,
     choose_step_tokens,
     choose_target_itl,
+    choose_torch_dtype,
     cpu_kv_bytes,
     cuda_kv_bytes,
 )
@@ -40,6 +41,15 @@ GIB = 1 << 30
 )
 def test_dtype(requested: str, checkpoint: str, device: str, native_bf16: bool, expected: torch.dtype) -> None:
     assert choose_dtype(requested, checkpoint, device, native_bf16) is expected
+
+
+def test_one_type_of_weights_and_kv_where_torch_computes() -> None:
+    assert choose_torch_dtype(RunnerOptions(cpu_weights="fp32"), "auto", "cpu") == "float32"
+    assert choose_torch_dtype(RunnerOptions(cpu_weights="bf16"), "bfloat16", "cpu") == "bfloat16"
+    assert choose_torch_dtype(RunnerOptions(), "float16", "cpu") == "float16"
+    assert choose_torch_dtype(RunnerOptions(cpu_weights="fp32"), "bfloat16", "cuda") == "bfloat16"
+    with pytest.raises(ConfigError, match="dtype float16 does not go with --cpu-weights fp32"):
+        choose_torch_dtype(RunnerOptions(cpu_weights="fp32"), "float16", "cpu")
 
 
 def test_model_len_is_the_models_own_unless_a_smaller_one_is_asked_for() -> None:

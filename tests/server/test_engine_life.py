@@ -164,7 +164,7 @@ def test_a_silent_engine_is_ended_by_the_watchdog_and_the_next_one_serves(
     monkeypatch.setattr(engine_client, "TICK_S", 0.1)
     monkeypatch.setattr(engine_process_module, "ABORT_GRACE_S", 0.3)
     model = str(write_byte_model(folder / "model"))
-    config = ServeConfig(model=model, load_format="dummy", health_timeout=0.5, watchdog_timeout=1)
+    config = ServeConfig(model=model, load_format="dummy", health_timeout=0.5, watchdog_timeout=2)
     address = f"ipc://{folder}/engine"
     with running_frontend(config, address) as (url, frontend):
         with engine_process(address) as engine:
