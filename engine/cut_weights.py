@@ -10,9 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.experts import Experts
-from radixserve.engine.layers.linear import MergedLinear
+from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
 from radixserve.engine.sharding import Shard
-from radixserve.engine.weights import Index, StoredTensor, draw_random, match_tensors, weight_places
+from radixserve.engine.weights import (
+    Index,
+    Place,
+    StoredMatrix,
+    StoredTensor,
+    draw_random,
+    match_tensors,
+    storages,
+    weight_places,
+)
+from radixserve.kernels.quantized import QuantizedMatrix, quantize
 
 
 class WeightCutter:
@@ -30,31 +40,40 @@ class WeightCutter:
         places, matched = match_tensors(self._whole, stored)
         local_places = weight_places(self._local, places)
         for tensor in matched:
-            copy = partial(self._copy, tensor)
-            yield replace(tensor, shape=tuple(local_places[tensor.name].shape), copy_to=copy, pack_to=None)
+            shape = tuple(local_places[tensor.name].shape)
+            cut = replace(tensor, shape=shape, copy_to=partial(self._copy, tensor), pack_to=None)
+            if isinstance(local_places[tensor.name], QuantizedMatrix):
+                pieces = list(self._pieces(tensor.name, tensor.shape, torch.empty(shape, device="meta")))
+                cut = replace(cut, read=partial(_read_parts, tensor, pieces), matrix=_cut_matrix(tensor, pieces))
+            yield cut
 
     def fill_random(self, seed: int) -> None:
         """The part of what ``weights.fill_random`` would give the whole model, drawn one whole parameter at a time."""
         device = next(self._local.parameters()).device
         generator = torch.Generator(device).manual_seed(seed)
         for path, module in self._local.named_modules():
-            for kind, place in module.named_parameters(recurse=False):
+            for kind, place in storages(module):
                 shape = self._whole.get_parameter(f"{path}.{kind}").shape
-                values = draw_random(torch.empty(shape, dtype=place.dtype, device=device), module, generator)
+                dtype = place.dtype if isinstance(place, Tensor) else torch.float32
+                values = draw_random(torch.empty(shape, dtype=dtype, device=device), module, generator)
                 for piece in self._pieces(f"{path}.{kind}", tuple(shape), place):
-                    piece.store(partial(_copy_part, values))
+                    if isinstance(piece.part, QuantizedMatrix):
+                        piece.part.copy_(quantize(values[piece.index], piece.part.form))
+                    else:
+                        piece.store(partial(_copy_part, values))
 
     def _copy(self, tensor: StoredTensor, place: Tensor, index: Index) -> None:
         assert not index, "a tensor is cut once"
         for piece in self._pieces(tensor.name, tensor.shape, place):
             piece.store(tensor.copy_to)
 
-    def _pieces(self, name: str, shape: tuple[int, ...], place: Tensor) -> Iterator[_Piece]:
+    def _pieces(self, name: str, shape: tuple[int, ...], place: Place) -> Iterator[_Piece]:
         """``place`` of the tensor ``name``, of ``shape`` in the checkpoint, by the matrices that are merged in it."""
         dim, whole_sizes = self._whole_sections.get(name, (0, [shape[0]]))
-        _, local_sizes = self._local_sections.get(name, (0, [len(place)]))
+        _, local_sizes = self._local_sections.get(name, (0, [place.shape[0]]))
         first = 0
-        for whole_size, part in zip(whole_sizes, place.split(local_sizes, dim), strict=True):
+        parts = place.split(local_sizes, dim) if isinstance(place, Tensor) else place.split(local_sizes)
+        for whole_size, part in zip(whole_sizes, parts, strict=True):
             sizes = [*shape[:dim], whole_size, *shape[dim + 1 :]]
             index = [self._shard.part(*pair) for pair in zip(sizes, part.shape, strict=True)]
             index[dim] = slice(first + index[dim].start, first + index[dim].stop)
@@ -67,10 +86,12 @@ class _Piece:
     """A part of a parameter and its place in the checkpoint's tensor, which ends before the part where a vocabulary
     does."""
 
-    part: Tensor
+    part: Place
     index: Index
 
     def store(self, copy_to: Callable[[Tensor, Index], None]) -> None:
+        """Let ``copy_to`` fill what is not quantized."""
+        assert isinstance(self.part, Tensor)
         kept = self.part[tuple(slice(bounds.stop - bounds.start) for bounds in self.index)]
         if kept.shape != self.part.shape:
             self.part.zero_()
@@ -82,12 +103,37 @@ def _copy_part(values: Tensor, place: Tensor, index: Index) -> None:
     place.copy_(values[index])
 
 
+def _read_parts(tensor: StoredTensor, pieces: list[_Piece]) -> Tensor:
+    assert tensor.read is not None
+    values = tensor.read()
+    return torch.cat([values[piece.index] for piece in pieces])
+
+
+def _cut_matrix(tensor: StoredTensor, pieces: list[_Piece]) -> StoredMatrix | None:
+    """Of a quantized matrix the rows and columns of ``pieces``."""
+    whole = tensor.matrix
+    if whole is None:
+        return None
+
+    def read(device: torch.device) -> QuantizedMatrix:
+        matrix = whole.read(device)
+        return QuantizedMatrix.join([_part(matrix, *piece.index) for piece in pieces])
+
+    return replace(whole, read=read)
+
+
+def _part(matrix: QuantizedMatrix, rows: slice, columns: slice) -> QuantizedMatrix:
+    part = matrix.rows(rows.start, rows.stop - rows.start)
+    count = columns.stop - columns.start
+    return part if count == matrix.shape[1] else part.columns(columns.start, count)
+
+
 def _sections(model: nn.Module) -> dict[str, tuple[int, list[int]]]:
     """For each parameter that merges several matrices: along which dimension, and the size of each."""
     found: dict[str, tuple[int, list[int]]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, MergedLinear):
-            for kind, _ in module.named_parameters(recurse=False):
+        if isinstance(module, (MergedLinear, QuantizedLinear)) and module.parts:
+            for kind, _ in storages(module):
                 found[f"{path}.{kind}"] = (0, list(module.parts.values()))
         elif isinstance(module, Experts):
             found[f"{path}.gate_up_proj"] = (1, [module.gate_up_proj.shape[1] // 2] * 2)

@@ -45,8 +45,7 @@ def load_model(
     ``--cpu-weights`` for the native CPU kernels, None for others. Raises ``ConfigError`` when memory is short or the
     model cannot be cut so, ``ModelError`` when the weights do not fit the spec."""
     stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec))
-    # Quantized matrices are not cut: ranks hold their parts dequantized.
-    quantize = None if packing or shard.size > 1 else _quantize(config, spec, stored)
+    quantize = None if packing else _quantize(config, spec, stored)
     kinds = {tensor.name: tensor.kind for tensor in stored}
     local = local_spec(spec, shard.size)
     needed = weight_bytes(local, dtype, packing, kinds, quantize)
@@ -83,7 +82,7 @@ def _quantize(
 ) -> Callable[[nn.Module], None] | None:
     """What gives matrices of an empty model room for quantized weights."""
     if spec.quantization is not None and stored:
-        return partial(quantize_as_stored, stored={tensor.name: tensor.matrix for tensor in stored})
+        return partial(quantize_as_stored, stored={tensor.name: tensor for tensor in stored})
     form = form_of(spec.quantization) if spec.quantization else Form(8, None) if config.quantization == "fp8" else None
     return None if form is None else partial(quantize_model, form=form)
 

@@ -48,6 +48,7 @@ class ParallelOps:
         self.gelu_mul = ops.gelu_mul
         self.rope_store = ops.rope_store
         self.project = ops.project
+        self.project_quantized = ops.project_quantized
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         """Each token's row comes from the rank that has it."""
@@ -61,7 +62,7 @@ class ParallelOps:
         return self._ranks.all_reduce(self._ops.linear(y, weight, None if self._shard.rank else bias))
 
     def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
-        raise AssertionError("ranks hold their parts of quantized checkpoints dequantized")
+        return self._ranks.all_reduce(self._ops.quantized_linear(y, matrix, None if self._shard.rank else bias))
 
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None

@@ -12,7 +12,7 @@ from radixserve.engine.layers.linear import Linear, MergedLinear, QuantizedLinea
 from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.quantization import StoredQuantization
-from radixserve.engine.weights import StoredMatrix
+from radixserve.engine.weights import StoredTensor
 from radixserve.kernels.quantized import GROUPS, Form
 
 # Few weights that decide much: which experts a token gets, and which token comes next.
@@ -27,8 +27,6 @@ def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, 
     problem = None
     if is_native:
         problem = "does not go with the native CPU kernels; use --cpu-weights int8 or int4"
-    elif config.tensor_parallel_size > 1:
-        problem = "does not go with --tensor-parallel-size above 1"
     elif files.gguf:
         problem = "is for safetensors; GGUF files are quantized as they are"
     elif spec.quantization is not None:
@@ -50,19 +48,27 @@ def form_of(quantization: StoredQuantization) -> Form:
 def quantize_model(model: nn.Module, form: Form) -> None:
     """Give all matrices of layers room for weights of ``form``, as far as its groups fit."""
     for path, linear in _projections(model):
-        if linear.in_features % (form.group or 1) == 0:
+        if _fits(form, linear.in_features):
             model.set_submodule(path, QuantizedLinear(linear, form))
 
 
-def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredMatrix | None]) -> None:
-    """Give matrices the room that they take in a checkpoint. ``stored``: how, by name of the tensor. Of what is merged
-    all parts must be alike; else they are dequantized when they are loaded."""
+def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+    """Give matrices the room that they take in a checkpoint, ``stored`` by name. Of what is merged all parts must be
+    alike, and of a rank's columns all in their own order and whole groups; else they are dequantized when they are
+    loaded."""
     for path, linear in _projections(model):
         parent, parts = path.rpartition(".")[0], linear.parts if isinstance(linear, MergedLinear) else {}
         names = [f"{path}.weight"] if f"{path}.weight" in stored else [f"{parent}.{part}.weight" for part in parts]
-        matrices = [stored.get(name) for name in names]
-        if matrices and matrices[0] is not None and all(map(matrices[0].merges_with, matrices)):
-            model.set_submodule(path, QuantizedLinear(linear, matrices[0].form))
+        matrices = [stored[name].matrix for name in names if name in stored]
+        if not matrices or matrices[0] is None or not all(map(matrices[0].merges_with, matrices)):
+            continue
+        form, is_whole = matrices[0].form, stored[names[0]].shape[1] == linear.in_features
+        if _fits(form, linear.in_features) and (is_whole or not form.reordered):
+            model.set_submodule(path, QuantizedLinear(linear, form))
+
+
+def _fits(form: Form, columns: int) -> bool:
+    return columns % (form.group or 1) == 0
 
 
 def _projections(model: nn.Module) -> list[tuple[str, Linear]]:

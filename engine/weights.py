@@ -128,7 +128,7 @@ def weight_places(model: nn.Module, stored: Collection[str] = ()) -> dict[str, P
     stored in several ways: of these, the one of which a name is in ``stored``."""
     places: dict[str, Place] = {}
     for path, module in model.named_modules():
-        for kind, storage in _storages(module):
+        for kind, storage in storages(module):
             ways = _ways_to_store(path, module, kind, storage)
             places |= next((way for way in ways if not way.keys().isdisjoint(stored)), ways[0])
     return places
@@ -159,7 +159,7 @@ def fill_random(model: nn.Module, seed: int) -> None:
     """Normal values of deviation 0.02 (larger ones overflow the logits), norms one; drawn on the model's device."""
     generators: dict[torch.device, torch.Generator] = {}
     for module in model.modules():
-        for _, storage in _storages(module):
+        for _, storage in storages(module):
             device = storage.values.device if isinstance(storage, QuantizedMatrix) else storage.device
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
@@ -189,7 +189,7 @@ def draw_random(values: Tensor, module: nn.Module, generator: torch.Generator) -
     return values.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
-def _storages(module: nn.Module) -> Iterator[tuple[str, Place]]:
+def storages(module: nn.Module) -> Iterator[tuple[str, Place]]:
     """What holds a module's own weights, by kind."""
     if isinstance(module, QuantizedLinear):
         yield "weight", module.matrix
@@ -201,11 +201,10 @@ def _ways_to_store(path: str, module: nn.Module, kind: str, storage: Place) -> l
     whole: dict[str, Place] = {f"{path}.{kind}": storage}
     match module:
         case MergedLinear() | QuantizedLinear() if module.parts:
-            parent, first, parts = path.rpartition(".")[0], 0, dict[str, Place]()
-            for part, count in module.parts.items():
-                rows = storage.narrow(0, first, count) if isinstance(storage, Tensor) else storage.rows(first, count)
-                parts[f"{parent}.{part}.{kind}"] = rows
-                first += count
+            parent, rows = path.rpartition(".")[0], storage.split(list(module.parts.values()))
+            parts: dict[str, Place] = {
+                f"{parent}.{part}.{kind}": some for part, some in zip(module.parts, rows, strict=True)
+            }
             return [parts, whole]
         case Experts():
             assert isinstance(storage, Tensor)

@@ -159,6 +159,19 @@ class Ops(Protocol):
         """y [T, in] @ weight[out, in].T (+ bias) [T, out], where a layer gives back to the stream."""
         ...
 
+    def project_quantized(
+        self,
+        stream: Tensor,
+        pending: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        matrix: QuantizedMatrix,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``project``, with a matrix of 8 or 4 bits a weight."""
+        ...
+
     def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
         """As ``linear``, of a matrix of 8 or 4 bits a weight."""
         ...

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -51,6 +53,13 @@ class QuantizedMatrix:
         values = torch.empty(rows, cols // 2, dtype=torch.int8)
         return cls(form, values, scales, torch.empty(rows, groups, dtype=torch.int8), order)
 
+    @classmethod
+    def join(cls, parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+        """The rows of all, which have the same form and order."""
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        values, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales"))
+        return replace(parts[0], values=values, scales=scales, zeros=torch.cat(zeros) if zeros else None)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
@@ -62,6 +71,21 @@ class QuantizedMatrix:
         zeros = None if self.zeros is None else self.zeros.narrow(0, first, count)
         values, scales = self.values.narrow(0, first, count), self.scales.narrow(0, first, count)
         return replace(self, values=values, scales=scales, zeros=zeros)
+
+    def split(self, sizes: Sequence[int]) -> list[QuantizedMatrix]:
+        """Views of so many rows each."""
+        return [self.rows(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+    def columns(self, first: int, count: int) -> QuantizedMatrix:
+        """A view of some columns: whole groups, and none that lie in another order."""
+        assert self.order is None
+        bits, group = self.form.bits, self.form.group
+        values = self.values.narrow(1, first * bits // 8, count * bits // 8)
+        if group is None:
+            return replace(self, values=values)
+        assert first % group == count % group == 0
+        zeros = None if self.zeros is None else self.zeros.narrow(1, first // group, count // group)
+        return replace(self, values=values, scales=self.scales.narrow(1, first // group, count // group), zeros=zeros)
 
     def copy_(self, other: QuantizedMatrix) -> None:
         """Take over the contents of a matrix of the same form."""

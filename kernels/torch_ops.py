@@ -79,6 +79,23 @@ class TorchOps:
     def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(y, weight, bias)
 
+    def project_quantized(
+        self,
+        stream: Tensor,
+        pending: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        matrix: QuantizedMatrix,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        if pending is None:
+            normed = self.rms_norm(stream, norm, eps)
+        else:
+            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        product = self.quantized_linear(normed, matrix, bias)
+        return stream, self.silu_mul(product) if gated else product
+
     def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
         return self.linear(y, matrix.dequantized(y.dtype), bias)
 

@@ -68,9 +68,7 @@ class QuantizedLinear(nn.Module):
         self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
     ) -> tuple[Tensor, Tensor]:
         """As of ``Linear``."""
-        normed, stream = norm.with_stream(stream, pending, ops)
-        product = ops.quantized_linear(normed, self.matrix, self.bias)
-        return stream, ops.silu_mul(product) if gated else product
+        return ops.project_quantized(stream, pending, norm.weight, norm.eps, self.matrix, self.bias, gated)
 
     def add_to(self, stream: Tensor, x: Tensor, out_norm: RMSNorm | None, ops: Ops) -> tuple[Tensor, Tensor | None]:
         """As of ``Linear``."""

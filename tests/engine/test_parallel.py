@@ -13,11 +13,23 @@ import torch
 from torch import Tensor
 
 from radixserve.engine.errors import ConfigError, ModelError
+from radixserve.engine.kv_scales import scale_kv
+from radixserve.engine.layers.linear import QuantizedLinear
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
+from radixserve.engine.models.decoder import DecoderLayer
 from radixserve.engine.sharding import Shard, local_spec
+from radixserve.kernels.quantized import Form, quantize
 from radixserve.tests.engine import tiny_models
-from radixserve.tests.engine.quantized_checkpoints import gptq_in_another_order, save_quantized
+from radixserve.tests.engine.quantized_checkpoints import (
+    BLOCK,
+    Writer,
+    awq,
+    fp8_by_block,
+    fp8_by_row,
+    gptq_in_another_order,
+    save_quantized,
+)
 from radixserve.tests.engine.test_models import Paged, check
 from radixserve.tests.engine.tiny_ggufs import write_gguf
 
@@ -112,10 +124,52 @@ def test_a_gguf_file_is_cut_as_well(variant: str, tmp_path: Path) -> None:
         check(ours, expected)
 
 
-def test_ranks_hold_their_parts_of_a_quantized_checkpoint_dequantized(tmp_path: Path) -> None:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    oracle = save_quantized("llama", tmp_path, gptq_in_another_order, config)
+QUANTIZED: dict[Writer, tuple[str, dict[str, Any], list[int | None]]] = {
+    fp8_by_row: ("llama", {"quant_method": "fp8"}, [8, 8, 8]),
+    fp8_by_block: ("phi3", {"quant_method": "fp8", "weight_block_size": list(BLOCK)}, [8, None, 8]),  # 32 of 64 columns
+    awq: ("qwen2", {"quant_method": "awq", "bits": 4, "version": "gemm"}, [4, 4, 4]),
+    gptq_in_another_order: ("llama", {"quant_method": "gptq", "bits": 4}, [4, None, None]),
+}
+
+
+def held(model: Paged) -> list[Any]:
+    layer = model.model.model.layers[1]
+    assert isinstance(layer, DecoderLayer)
+    return [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.down_proj]
+
+
+@pytest.mark.parametrize("write", QUANTIZED, ids=lambda write: write.__name__)
+def test_quantized_matrices_are_cut_and_dequantized_only_where_columns_rule_it_out(
+    write: Writer, tmp_path: Path
+) -> None:
+    variant, config, bits = QUANTIZED[write]
+    oracle = save_quantized(variant, tmp_path, write, config, intermediate_size=128)
     for ours, expected in zip(on_all_ranks(tmp_path, 2, steps), expected_steps(oracle), strict=True):
+        check(ours, expected)
+    matrices = held(Paged(tmp_path, shard=Shard(1, 2)))
+    assert [m.matrix.form.bits if isinstance(m, QuantizedLinear) else None for m in matrices] == bits
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_ranks_round_their_parts_to_fp8(load_format: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.make("llama"), tmp_path)
+    qkv, output, down = (part.weight for part in held(Paged(folder, load_format=load_format)))
+    ours = held(Paged(folder, shard=Shard(1, 2), quantization="fp8", load_format=load_format))
+    rows = [*range(32, 64), *range(80, 96), *range(112, 128)]  # two of four heads, one of two for keys and values
+    for part, values in zip(ours, (qkv[rows], output[:, 32:], down[:, 48:]), strict=True):
+        expected = quantize(values, Form(8, None))
+        assert torch.equal(part.matrix.values.float(), expected.values.float())
+        assert torch.equal(part.matrix.scales, expected.scales)
+
+
+def test_each_rank_has_its_own_factors_for_a_narrow_cache(tmp_path: Path) -> None:
+    def scaled_steps(model: Paged) -> list[Tensor]:
+        scale_kv(model.model)
+        return steps(model)
+
+    oracle = tiny_models.make("llama-bias")
+    answers = on_all_ranks(tiny_models.save(oracle, tmp_path), 4, scaled_steps)
+    for ours, expected in zip(answers, expected_steps(oracle), strict=True):
         check(ours, expected)
 
 
