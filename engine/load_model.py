@@ -65,7 +65,8 @@ def load_model(
         cutter.fill_random(config.seed) if cutter else fill_random(model, config.seed)
         return model
     stored = list(cutter.tensors(stored)) if cutter else stored
-    with reading_ahead([files.gguf] if files.gguf else files.weights, available_memory() - needed):
+    room = available_memory() - (needed if device.type == "cpu" else 0)
+    with reading_ahead([files.gguf] if files.gguf else files.weights, room):
         load_weights(model, stored, progress, min(usable_cores(), _MOST_THREADS))
     return model
 
