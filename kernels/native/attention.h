@@ -130,8 +130,8 @@ class Query {
   // Pages lie anywhere, so the processor does not see which keys come next.
   void attend(const float* q, float* out) {
     for (int64_t first = 0; first < seen_; first += kLanes) {
-      fetch_early(op_.k_cache, first + kLanes);
-      fetch_early(op_.v_cache, first);
+      const int64_t after = std::min(first + 2 * kLanes, seen_);
+      for (int64_t t = first + kLanes; t < after; t++) fetch_early(op_.k_cache, t, 0, dim_);
       score(q, first);
     }
     for (int64_t g = 0; g < group_; g++) softmax(scores_ + g * padded_);
@@ -144,11 +144,10 @@ class Query {
  private:
   typedef typename Cache::Value Value;
 
-  void fetch_early(const void* cache, int64_t first) const {
-    if (first >= padded_) return;
-    constexpr int64_t kLine = 64 / sizeof(Value);
-    for (int64_t t = first; t < first + kLanes; t++)
-      for (int64_t i = 0; i < dim_; i += kLine) __builtin_prefetch((const Value*)cache + places_[t] + i);
+  // Columns d .. d + n - 1 of token t, before they are needed. All at once would be more than the processor can wait for.
+  void fetch_early(const void* cache, int64_t t, int64_t d, int64_t n) const {
+    const Value* place = (const Value*)cache + places_[t] + d;
+    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(Value)) __builtin_prefetch(place + i);
   }
 
   void score(const float* q, int64_t first) {
@@ -207,6 +206,7 @@ class Query {
   void add_columns(int64_t g, int64_t d, float* out) const {
     Floats acc[kHeads][kVectors] = {};
     for (int64_t t = 0; t < seen_; t++) {
+      if (t + kLanes < seen_) fetch_early(op_.v_cache, t + kLanes, d, kVectors * kLanes);
       const Value* value = (const Value*)op_.v_cache + places_[t] + d;
       Floats weight[kHeads];
       for (int h = 0; h < kHeads; h++) weight[h] = spread(scores_[(g + h) * padded_ + t]);
