@@ -1,109 +1,27 @@
-"""``python -m radixserve.server.worker``: one frontend process on the listening socket it inherits."""
+"""``python -m radixserve.server.worker``: one frontend process, which serves on the listening socket it inherits.
+
+It obeys the lifeline before it imports what it serves with. That takes a second or more, in which people who started
+the wrong model press Ctrl-C.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import gc
-import logging
-import os
-import resource
-import socket
 import sys
-from collections.abc import Iterator
-from functools import partial
 
-import uvicorn
-
-from radixserve.configs.schema import ServeConfig
 from radixserve.engine import lifeline
-from radixserve.engine.errors import ConfigError
 from radixserve.engine.logs import log_to_stderr
-from radixserve.server.app import build_app
-from radixserve.server.connection import Connection
-from radixserve.server.frontend import Frontend
-from radixserve.server.limits import ConnectionLimits
-
-# Longer than what load balancers keep connections for, so that they close first.
-_KEEP_ALIVE_S = 75
-# Kept free for sockets and files that are no connections.
-_OTHER_FILES = 256
-# What is still open this long after the drain is cut.
-_LAST_SECONDS = 1
-# Requests leave few cycles behind: Python's own figures (700, 10, 10) made a quarter of a short request's cost.
-_GC_THRESHOLDS = (20_000, 20, 50)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: the lifeline says when to leave."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+from radixserve.server.orders import Orders
 
 
 def main() -> int:
     """Take the configuration from the lifeline, serve until it says to leave. Returns the exit status."""
     config = lifeline.read_config()
     log_to_stderr(config.log_level, config.log_format)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    try:
-        app = build_app(config, os.environ[lifeline.IPC_VARIABLE])
-    except ConfigError as error:
-        logging.error("%s", error)
-        return lifeline.EXIT_HOPELESS
-    server = _Server(
-        uvicorn.Config(
-            app,
-            loop="uvloop",
-            http=partial(Connection, limits=_limits(config)),  # type: ignore[arg-type]  # called like the class
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_LAST_SECONDS,
-        )
-    )
-    gc.collect()
-    gc.freeze()  # what was imported stays, and need not be looked through again and again
-    gc.set_threshold(*_GC_THRESHOLDS)
-    listener = socket.socket(fileno=int(os.environ[lifeline.LISTEN_FD_VARIABLE]))
-    frontend: Frontend = app.state.frontend
-    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, listener, frontend))
-    return lifeline.EXIT_HOPELESS if frontend.failed.is_set() else 0
+    orders = Orders()
+    lifeline.watch(on_drain=orders)
+    from radixserve.server.serving import serve
 
-
-def _limits(config: ServeConfig) -> ConnectionLimits:
-    """Those of the configuration, within the files that the system lets us open."""
-    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return ConnectionLimits(
-        max_connections=max(1, min(config.max_connections, open_files - _OTHER_FILES)),
-        max_body_bytes=config.max_body_bytes,
-        request_s=config.request_timeout,
-    )
-
-
-async def _serve(server: _Server, listener: socket.socket, frontend: Frontend) -> None:
-    loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def drain(seconds: float) -> None:
-        await frontend.drain(seconds)
-        server.should_exit = True
-
-    async def leave_when_failed() -> None:
-        await frontend.failed.wait()
-        server.should_exit = True
-
-    def on_drain(seconds: float) -> None:
-        loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(drain(seconds))))
-
-    tasks.add(loop.create_task(leave_when_failed()))
-    lifeline.watch(on_drain=on_drain)
-    await server.serve(sockets=[listener])
+    return serve(config, orders)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,19 @@ def test_model_that_cannot_be_read_is_hopeless(folder: Path) -> None:
         assert "Traceback" not in errors
 
 
+def test_before_it_serves_an_order_to_drain_ends_it(folder: Path) -> None:
+    with running_worker(folder) as worker:
+        worker.tell("drain 30")
+        assert worker.leaves() == (0, "")
+
+
+def test_the_lifeline_is_obeyed_before_what_takes_long_is_imported() -> None:
+    code = "import sys, radixserve.server.worker; print({'uvicorn', 'fastapi'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_frontend_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, radixserve.server.worker; print({'torch', 'transformers'} & sys.modules.keys())"
+    code = "import sys, radixserve.server.serving; print({'torch', 'transformers'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
