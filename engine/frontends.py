@@ -107,6 +107,8 @@ class Frontends:
             return None
 
     def _watch(self, frontend: bytes, pid: int) -> None:
+        if frontend in self._by_pidfd.values():
+            return  # it greets again whenever it heard nothing for a while
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:

@@ -377,6 +377,7 @@ def test_requests_of_a_dead_frontend_are_aborted(
         monkeypatch.delattr(frontends_module.os, "pidfd_open")
     process = _sleeper()
     with running(tmp_path) as engine, connected(engine) as witness, connected(engine, process.pid) as doomed:
+        doomed.send(Hello(process.pid))  # as one does that heard nothing for a while
         doomed.send(*(submit(uid, [uid + 1, 2], FOREVER) for uid in range(20)))
         doomed.wait_for(lambda message: isinstance(message, Outputs))
         process.kill()
