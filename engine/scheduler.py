@@ -113,7 +113,8 @@ class Scheduler:
             return rejected
         sampling = submit.sampling
         room = min(self._limits.max_model_len, self._pool_tokens)
-        eos = () if sampling.ignore_eos else self._limits.eos_token_ids
+        # The end of a structure is an end all the same: a constraint allows the token nowhere else.
+        eos = () if sampling.ignore_eos and constraint is None else self._limits.eos_token_ids
         request = Request(
             key=(frontend, submit.uid),
             request_id=submit.request_id,

@@ -76,6 +76,26 @@ def test_end_of_the_grammar_ends_a_request_that_ignores_the_end_of_sequence() ->
     assert aborted.finish is FinishReason.ABORT
 
 
+class OpenEnded(Counting):
+    """May end anywhere."""
+
+    def fill_mask(self, words: np.ndarray) -> None:
+        words[:] = 0
+        words.view(np.uint8)[EOS // 8] = 1 << EOS % 8 | 1 << (EOS + 1) % 8
+
+    def accept(self, token_id: int) -> bool:
+        return token_id == EOS
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_that_may_end_anywhere_does_not_end_before_the_least_number_of_tokens(ignore_eos: bool) -> None:
+    harness = Harness(vocab_size=VOCAB)
+    sampling = SamplingParams(temperature=0, min_tokens=6, max_tokens=40, ignore_eos=ignore_eos)
+    answers = [harness.submit(range(1, 9 + n), sampling, constraint=OpenEnded(0)) for n in range(8)]
+    harness.run()
+    assert all(len(answer.tokens) > 6 and EOS not in answer.tokens[:6] for answer in answers)
+
+
 def test_broken_step_ends_limited_requests_with_an_error() -> None:
     harness = Harness(vocab_size=VOCAB)
     harness.runner.broken_steps.add(4)
