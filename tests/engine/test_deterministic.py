@@ -27,7 +27,12 @@ GPU_SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head
 
 
 @pytest.fixture(
-    scope="module", params=["llama float32 cpu", "qwen3 bfloat16 cpu", pytest.param(ON_GPU, marks=pytest.mark.gpu)]
+    scope="module",
+    params=[
+        "llama float32 cpu",
+        "qwen3moe-mixed bfloat16 cpu",
+        *(pytest.param(model, marks=pytest.mark.gpu) for model in (ON_GPU, "qwen3moe bfloat16 cuda")),
+    ],
 )
 def options(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     variant, dtype, device = request.param.split()
