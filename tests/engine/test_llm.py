@@ -236,8 +236,8 @@ def test_a_prompt_that_is_neither_text_nor_token_ids_is_refused(folder: Path, pr
 def test_ctrl_c_ends_a_call_and_the_next_one_works(folder: Path, answers: list[list[int]], overlap: bool) -> None:
     with open_llm(folder, disable_overlap_schedule=not overlap, num_pages=64, page_size=4) as llm:
         for seconds in (0.005, 0.011, 0.02, 0.04, 0.08):
-            threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
             with pytest.raises(KeyboardInterrupt):
+                threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
                 while True:
                     llm.generate(tiny_models.PROMPTS, greedy(40))
         assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
