@@ -138,6 +138,7 @@ class Query {
     int64_t g = 0;
     for (; g + 4 <= group_; g += 4) add_values<4>(g, out + g * dim_);
     for (; g + 3 <= group_; g += 3) add_values<3>(g, out + g * dim_);
+    for (; g + 2 <= group_; g += 2) add_values<2>(g, out + g * dim_);
     for (; g < group_; g++) add_values<1>(g, out + g * dim_);
   }
 

@@ -17,7 +17,7 @@ namespace {
 // Whether tiles are faster for a number of tokens, as measured: from where unpacking weights to bf16 is worth it. Tiles of
 // integers were tried too: scaling each block's sums takes them longer than all takes the integer vectors.
 bool choose_tiles(bool has_tiles, int32_t kind, int64_t tokens) {
-  constexpr int64_t kFewest[] = {6, 10, 5};
+  constexpr int64_t kFewest[] = {5, 9, 5};
   return has_tiles && tokens >= kFewest[kind];
 }
 
