@@ -6,9 +6,19 @@ Names follow vLLM where they mean the same, SGLang where vLLM has none.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    SerializationInfo,
+    model_validator,
+)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -25,6 +35,16 @@ def _dump_secret(secret: SecretStr, info: SerializationInfo) -> str:
 
 # Masked in repr, logs and dumps; compare ``get_secret_value()``.
 Secret = Annotated[SecretStr, PlainSerializer(_dump_secret, when_used="json")]
+
+
+def _check_origin(origin: str) -> str:
+    """Browsers send exactly this form; any other would match none and be no help to whoever wrote it."""
+    if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+        raise ValueError("it should be an origin such as https://chat.example.org:8443, with nothing behind it, or *")
+    return origin
+
+
+Origin = Annotated[str, AfterValidator(_check_origin)]
 
 
 class OptionGroup(BaseModel):
@@ -141,7 +161,7 @@ class ServerOptions(OptionGroup):
     api_key_file: str | None = Field(
         None, description="File of more keys, a line each: KEY, or KEY NAME, or KEY NAME WEIGHT"
     )
-    cors_allow_origins: tuple[str, ...] = Field((), description="Origins that browsers may call from; * for all")
+    cors_allow_origins: tuple[Origin, ...] = Field((), description="Origins that browsers may call from; * for all")
     max_body_mb: float = Field(32.0, gt=0, description="Largest request body, in MiB")
     max_connections: int = Field(16_384, ge=1, description="Open connections of a worker; one more is answered 503")
     request_timeout: float = Field(60.0, gt=0, description="Seconds a client may take to send a request; then 408")

@@ -132,10 +132,11 @@ def _prepare(name: str, value: Any) -> Any:
 
 
 def _explain(mistake: Mapping[str, Any], origin: Mapping[str, str]) -> str:
+    message = str(mistake["msg"]).removeprefix("Value error, ")
     if not mistake["loc"]:  # about several options, which it names
-        return str(mistake["msg"]).removeprefix("Value error, ")
+        return message
     name = str(mistake["loc"][0])
-    allowed = mistake["msg"].replace("Input should", "it should", 1).partition(", unable to")[0]
+    allowed = message.replace("Input should", "it should", 1).partition(", unable to")[0]
     shown = "this" if name in SECRET_OPTIONS else repr(mistake["input"])
     return f"{origin[name]}: {shown} is not allowed, {allowed}"
 

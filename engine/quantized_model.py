@@ -26,7 +26,7 @@ def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, 
         return
     problem = None
     if is_native:
-        problem = "does not go with the native CPU kernels; use --cpu-weights int8 or int4"
+        problem = "does not go with the native CPU kernels, which have --cpu-weights int8 and int4"
     elif files.gguf:
         problem = "is for safetensors; GGUF files are quantized as they are"
     elif spec.quantization is not None:
@@ -34,7 +34,7 @@ def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, 
     elif spec.has_experts:
         problem = "does not cover mixtures of experts"
     if problem is not None:
-        raise ConfigError(f"quantization {option} {problem}, or leave --quantization away")
+        raise ConfigError(f"quantization {option} {problem}; leave --quantization away")
 
 
 def form_of(quantization: StoredQuantization) -> Form:

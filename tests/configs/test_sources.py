@@ -109,6 +109,11 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_left_alone
             "watchdog_timeout 300 is less than health_timeout 301: engines that /health calls well would be ended; "
             "raise --watchdog-timeout or lower --health-timeout",
         ),
+        (
+            flag_layer({"cors_allow_origins": "https://a.example,https://b.example/"}),
+            "--cors-allow-origins: 'https://b.example/' is not allowed, it should be an origin such as "
+            "https://chat.example.org:8443, with nothing behind it, or *",
+        ),
         (flag_layer({"device": "gpu"}), "--device: 'gpu' is not allowed, it should be 'auto', 'cpu' or 'cuda'"),
     ],
 )
