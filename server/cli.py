@@ -6,6 +6,7 @@ called, so ``radixserve version`` loads nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     try:
         status: int = import_module(f"radixserve.server.commands.{name}").run(arguments)
-        print(end="", flush=True)  # what cannot be written is told here, not at the exit
+        if sys.stdout is not None:  # as it is where it was closed before the start
+            sys.stdout.flush()  # what cannot be written is told here, not at the exit
     except (RadixServeError, OptionError) as error:
         return _fail(str(error))
     except BrokenPipeError:  # `| head` has seen enough
@@ -73,7 +75,8 @@ def _forget_output() -> None:
 
 
 def _fail(message: str) -> int:
-    print(f"radixserve: error: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # it may lead to a full disk, too
+        print(f"radixserve: error: {message}", file=sys.stderr)
     return EXIT_USAGE
 
 

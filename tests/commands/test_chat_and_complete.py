@@ -66,7 +66,14 @@ def test_a_full_disk_is_told_in_one_line(service: Service, command: str) -> None
     with open("/dev/full", "w") as full:
         line = [*RADIXSERVE, *command.replace("URL", service.url).split()]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (2, "radixserve: error: [Errno 28] No space left on device\n")
+        assert (done.returncode, done.stderr) == (2, "radixserve: error: [Errno 28] No space left on device\n")
+        assert subprocess.run(line, stdout=full, stderr=full, timeout=30).returncode == 2
+
+
+def test_who_writes_nothing_needs_no_room(service: Service) -> None:
+    with open("/dev/full", "w") as full:
+        command = [*RADIXSERVE, "chat", "--url", service.url]
+        assert subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, timeout=30).returncode == 0
 
 
 @pytest.mark.parametrize(
