@@ -164,7 +164,7 @@ def test_quantization_that_does_not_go_together_is_refused_by_name(tmp_path: Pat
         (tmp_path / "awq", {"cpu_weights": "fp32"}, r"not quantized, and this one is in int4 \(AWQ, groups of 32\)"),
         (tmp_path / "experts", {"cpu_weights": "fp32"}, "does not cover mixtures of experts"),
         ("smollm2-135m-instruct", {"cpu_weights": "fp32"}, "is for safetensors"),
-        ("smollm2-135m-instruct", {}, "native CPU kernels; use --cpu-weights int8"),
+        ("smollm2-135m-instruct", {}, "native CPU kernels, which have --cpu-weights int8"),
     ]:
         with pytest.raises(ConfigError, match=f"quantization fp8 .*{message}.*leave --quantization away"):
             description(Path(model), quantization="fp8", **options)
