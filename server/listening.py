@@ -24,8 +24,7 @@ def listen(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError(f"--host {host} is no address of this machine: {error.strerror}") from error
     try:
-        # Connections of an earlier server that are still closing must not keep the port from us.
-        return _listener(socket.socket(family, kind, protocol), socket.SO_REUSEADDR, address)
+        return _listener(socket.socket(family, kind, protocol), address)
     except OSError as error:
         raise ConfigError(_explain(error, host, port)) from error
 
@@ -40,14 +39,16 @@ def listen_side_by_side(host: str, port: int, count: int) -> list[socket.socket]
     family, address = first.family, first.getsockname()
     first.close()
     try:
-        return [_listener(socket.socket(family), socket.SO_REUSEPORT, address) for _ in range(count)]
+        return [_listener(socket.socket(family), address, socket.SO_REUSEPORT) for _ in range(count)]
     except OSError as error:
         raise ConfigError(_explain(error, host, address[1])) from error
 
 
-def _listener(listener: socket.socket, option: int, address: Any) -> socket.socket:
+def _listener(listener: socket.socket, address: Any, *options: int) -> socket.socket:
     try:
-        listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        # Connections of an earlier server that are still closing must not keep the port from us.
+        for option in (socket.SO_REUSEADDR, *options):
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:

@@ -45,6 +45,23 @@ def test_two_servers_never_share_a_port(first_count: int, second_count: int) -> 
     listen("127.0.0.1", port).close()
 
 
+@pytest.mark.parametrize("first_count", [1, 2])
+@pytest.mark.parametrize("second_count", [1, 2])
+def test_closing_connections_of_the_last_server_do_not_hold_up_the_next(first_count: int, second_count: int) -> None:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(listener) for listener in listen_side_by_side("127.0.0.1", 0, first_count)]
+        address = listeners[0].getsockname()
+        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
+        for listener in listeners:
+            listener.setblocking(False)
+            while (connection := _accept(stack, listener)) is not None:
+                connection.close()  # whoever closes first is left waiting for a minute
+        for client in clients:
+            client.close()
+    for listener in listen_side_by_side(*address, second_count):
+        listener.close()
+
+
 def test_the_url_can_be_opened_on_this_machine() -> None:
     for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost")):
         with listen(host, 0) as listener:
