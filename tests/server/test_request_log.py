@@ -45,7 +45,7 @@ def test_every_end_of_a_request_is_logged_with_its_id_and_without_its_text(
     whole, refused = lines()[:2]
     assert whole.getMessage().startswith("request whole finished (stop): 10 prompt tokens (0 cached), TTFT 0.")
     assert whole.facts["generated_tokens"] == 7 and whole.facts["tenant"] == "key 1"
-    assert whole.facts["total_s"] >= whole.facts["ttft_s"] > 0
+    assert whole.facts["total_s"] >= whole.facts["ttft_s"] >= 0  # in milliseconds, of which an idle machine needs none
     assert refused.facts["reason"] == "queue_full"
     assert "secret" not in "".join(record.getMessage() + str(record.facts) for record in lines())
 
