@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.kernels.cuda_ops import CudaOps
-from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.interface import AttentionShape, BatchLayout, norm_of_stream
 from radixserve.kernels.quantized import Product, QuantizedMatrix
 from radixserve.kernels.triton_experts import Tiles
 from radixserve.kernels.triton_extend import TritonExtendAttention
@@ -41,10 +41,7 @@ class InvariantCudaOps(CudaOps):
         bias: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if pending is None:
-            normed = self.rms_norm(stream, norm, eps)
-        else:
-            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
         if gated and bias is None:
             return stream, self._product(normed, weight, gated=True)
         product = self.linear(normed, weight, bias)

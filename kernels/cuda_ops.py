@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton_quantized
+from radixserve.kernels.interface import norm_of_stream
 from radixserve.kernels.quantized import Product, QuantizedMatrix, choose_product
 from radixserve.kernels.torch_ops import TorchOps
 
@@ -104,10 +105,7 @@ class CudaOps:
         if fused and num_tokens == 1 and pending is None:
             product = triton_linear.fused_linear(stream, weight, norm=norm, eps=eps, gated=gated, pdl=self._pdl)
             return stream, product
-        if pending is None:
-            normed = self.rms_norm(stream, norm, eps)
-        else:
-            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
         if fused:
             return stream, triton_linear.fused_linear(normed, weight, gated=gated, pdl=self._pdl)
         product = F.linear(normed, weight, bias)
@@ -126,10 +124,7 @@ class CudaOps:
         bias: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if pending is None:
-            normed = self.rms_norm(stream, norm, eps)
-        else:
-            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
         product = self.quantized_linear(normed, matrix, bias)
         return stream, self.silu_mul(product) if gated else product
 

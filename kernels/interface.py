@@ -204,6 +204,14 @@ class Ops(Protocol):
         ...
 
 
+def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """How ``Ops.project`` begins where no kernel does it along with the product: (rms_norm(stream), the stream), both
+    with nothing pending."""
+    if pending is None:
+        return ops.rms_norm(stream, norm, eps), stream
+    return ops.add_rms_norm(pending, stream, norm, eps)
+
+
 class DecodeInputs(Protocol):
     """What a step of decodes alone needs before its first layer, found on the device, so that a graph may hold it."""
 

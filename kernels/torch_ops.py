@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from radixserve.kernels.interface import norm_of_stream
 from radixserve.kernels.quantized import FP8, QuantizedMatrix
 
 # More tokens than ever lie within one bf16 rounding step of the largest logit.
@@ -69,10 +70,7 @@ class TorchOps:
         bias: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if pending is None:
-            normed = self.rms_norm(stream, norm, eps)
-        else:
-            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
         product = self.linear(normed, weight, bias)
         return stream, self.silu_mul(product) if gated else product
 
@@ -89,10 +87,7 @@ class TorchOps:
         bias: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if pending is None:
-            normed = self.rms_norm(stream, norm, eps)
-        else:
-            normed, stream = self.add_rms_norm(pending, stream, norm, eps)
+        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
         product = self.quantized_linear(normed, matrix, bias)
         return stream, self.silu_mul(product) if gated else product
 
