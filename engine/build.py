@@ -77,13 +77,14 @@ def build_engine(
     shard = Shard(0, config.tensor_parallel_size)
     design = Design.of(config, shard, progress)
     if shard.size == 1:
-        return _build(design, None, progress)
+        return _assemble(design, _load(design, None, progress))
     check_no_group()
     progress("starting the other ranks", 0.0)
     team = Team.start(config, on_loss or (lambda reason, status: abort_collectives()))
     with team.starting():
         team.wait_ready()
-        built = _build(design, TorchRanks.meet(shard, design.sizes.device, team.meeting), progress)
+        ranks = TorchRanks.meet(shard, design.sizes.device, team.meeting)
+        built = _assemble(design, _load(design, ranks, progress))
 
     def close() -> None:
         team.close()
@@ -97,10 +98,19 @@ def build_follower(config: ServeConfig, shard: Shard, meeting: Path) -> Runner:
     same way through this module, which leads through the same collectives. Raises as ``build_engine`` does."""
     design = Design.of(config, shard, ignore_progress)
     (meeting / str(shard.rank)).touch()
-    return _build(design, TorchRanks.meet(shard, design.sizes.device, meeting), ignore_progress).runner
+    return _load(design, TorchRanks.meet(shard, design.sizes.device, meeting), ignore_progress).runner
 
 
-def _build(design: Design, ranks: TorchRanks | None, progress: Progress) -> BuiltEngine:
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What each rank has. ``weights``: for people."""
+
+    runner: ModelRunner
+    num_pages: int
+    weights: str
+
+
+def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> _Loaded:
     """``ranks``: None for a single one."""
     config, shard, spec, sizes, kernels = design.config, design.shard, design.spec, design.sizes, design.kernels
     packing = config.cpu_weights if isinstance(kernels.ops, NativeOps) else None
@@ -118,10 +128,12 @@ def _build(design: Design, ranks: TorchRanks | None, progress: Progress) -> Buil
         num_pages = ranks.least(num_pages)
     runner = parts.runner(num_pages)
     parts.prepare(runner, progress)
-    return _assemble(design, runner, num_pages, describe_weights(model))
+    return _Loaded(runner, num_pages, describe_weights(model))
 
 
-def _assemble(design: Design, runner: ModelRunner, num_pages: int, weights: str) -> BuiltEngine:
+def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:
+    """What only rank 0 has, around what it has loaded."""
+    runner, num_pages = loaded.runner, loaded.num_pages
     config, spec, sizes, kernels = design.config, design.spec, design.sizes, design.kernels
     page_size, order = sizes.page_size, config.radix_eviction_policy
     prefixes = NaivePrefixCache(page_size) if config.disable_radix_cache else RadixPrefixCache(page_size, order)
@@ -129,7 +141,7 @@ def _assemble(design: Design, runner: ModelRunner, num_pages: int, weights: str)
     kv_type = " in fp8" if sizes.kv_dtype == FP8 else ""
     shorter = f", requests of up to {pool_tokens:,}" if pool_tokens < sizes.max_model_len else ""
     return BuiltEngine(
-        runner=ProfiledRunner(runner, Path(config.profile)) if config.profile and not design.shard.rank else runner,
+        runner=ProfiledRunner(runner, Path(config.profile)) if config.profile else runner,
         cache=CacheManager(prefixes, num_pages, sizes.max_num_seqs, sizes.max_pages_per_row),
         grammars=XGrammars(
             lambda: load_text_model(design.files, config).tokenizer, spec.vocab_size, spec.eos_token_ids
@@ -143,7 +155,7 @@ def _assemble(design: Design, runner: ModelRunner, num_pages: int, weights: str)
         reads_shared=runner.reads_shared,
         pulse=kernels.pulse,
         description=(
-            f"{config.model} ({spec.family}) in {weights} on {_where(design)}; "
+            f"{config.model} ({spec.family}) in {loaded.weights} on {_where(design)}; "
             f"kernels: attention {runner.attention}, layers {type(kernels.ops).__name__}{kernels.notice}; "
             f"KV cache of {pool_tokens:,} tokens{kv_type} ({num_pages:,} pages of {page_size}); "
             f"context of {sizes.max_model_len:,} tokens{shorter}"
