@@ -21,9 +21,8 @@ class Speller:
         rest of ``text`` is the beginning of a longer token (as in token healing)."""
         data = text.encode()
         token_ids = self._encode(text)
-        if (
-            self._text_of(token_ids) != data
-        ):  # it writes a space before each text, or takes part of it as control tokens
+        # Some write a space before each text, or take part of it as control tokens.
+        if self._text_of(token_ids) != data:
             token_ids = self._longest_first(data)
         start = 0
         for count, token_id in enumerate(token_ids):

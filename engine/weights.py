@@ -47,9 +47,9 @@ class StoredMatrix:
 
     def merges_with(self, other: StoredMatrix | None) -> bool:
         """Whether their rows may lie in one matrix."""
-        if other is None or self.form != other.form or self.order is None or other.order is None:
-            return other is not None and self.form == other.form
-        return torch.equal(self.order, other.order)
+        if other is None or self.form != other.form:
+            return False
+        return self.order is None or other.order is None or torch.equal(self.order, other.order)
 
 
 @dataclass(frozen=True, slots=True)
