@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -366,6 +367,18 @@ class Answer:
         return self.events[-1].finish if self.events else None
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A request among random ones, see ``Harness.play``."""
+
+    steps_before: int
+    sampling: SamplingParams
+    aborted_after: int | None  # further arrivals
+
+
+AnArrival = TypeVar("AnArrival", bound=Arrival)
+
+
 class Harness:
     """A scheduler with a real cache manager and the fake runner; integrity is checked after every step."""
 
@@ -419,6 +432,21 @@ class Harness:
         message = Submit(uid, request_id or f"r{uid}", ids, sampling, priority, namespace, tenant, weight)
         answer.rejected = self.scheduler.submit(frontend, message, constraint)
         return answer
+
+    def play(self, arrivals: Sequence[AnArrival], submit: Callable[[AnArrival], object]) -> None:
+        """Submit each in its turn, abort those that are to be, and see all of them end rightly."""
+        to_abort: dict[int, list[int]] = {}
+        for number, arrival in enumerate(arrivals):
+            for _ in range(arrival.steps_before):
+                self.advance()
+            submit(arrival)
+            if arrival.aborted_after is not None:
+                to_abort.setdefault(number + arrival.aborted_after, []).append(number)
+            for uid in to_abort.pop(number, ()):
+                self.scheduler.abort(b"f", uid)
+                self.collect()
+        self.run()
+        self.check_outputs()
 
     def advance(self) -> bool:
         self.time += 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine.messages import FinishReason
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.tests.engine.fakes import Answer, Harness, Reciting
+from radixserve.tests.engine.fakes import Answer, Arrival, Harness, Reciting
 
 VOCAB = 12  # so small that texts share prefixes and that stops occur
 GREEDY = SamplingParams(temperature=0, max_tokens=100)
@@ -129,12 +129,9 @@ def test_a_jump_from_the_first_token_keeps_what_its_event_has_to_say() -> None:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    steps_before: int
+class Recital(Arrival):
     prompt_len: int
     length: int | None  # of its constraint; None: it is free
-    sampling: SamplingParams
-    aborted_after: int | None  # further arrivals
 
 
 _samplings = st.builds(
@@ -155,7 +152,7 @@ _samplings = st.builds(
 )
 _arrivals = st.lists(
     st.builds(
-        Arrival,
+        Recital,
         steps_before=st.integers(0, 6),
         prompt_len=st.integers(1, 60),
         length=st.sampled_from([None, 4, 17, 30, 45]),
@@ -167,20 +164,12 @@ _arrivals = st.lists(
 )
 
 
-def _play(harness: Harness, arrivals: list[Arrival]) -> None:
-    to_abort: dict[int, list[int]] = {}
-    for number, arrival in enumerate(arrivals):
-        for _ in range(arrival.steps_before):
-            harness.advance()
+def _play(harness: Harness, arrivals: list[Recital]) -> None:
+    def submit(arrival: Recital) -> None:
         constraint = None if arrival.length is None else Reciting(arrival.length)
         harness.submit(TEXT[: arrival.prompt_len], arrival.sampling, constraint=constraint)
-        if arrival.aborted_after is not None:
-            to_abort.setdefault(number + arrival.aborted_after, []).append(number)
-        for uid in to_abort.pop(number, ()):
-            harness.scheduler.abort(b"f", uid)
-            harness.collect()
-    harness.run()
-    harness.check_outputs()
+
+    harness.play(arrivals, submit)
 
 
 @settings(max_examples=40)
@@ -196,7 +185,7 @@ def _play(harness: Harness, arrivals: list[Arrival]) -> None:
     broken_steps=st.sets(st.integers(1, 20).map(lambda i: 4 * i), max_size=2),
 )
 def test_every_request_gets_its_own_text_and_one_end(
-    arrivals: list[Arrival],
+    arrivals: list[Recital],
     page_size: int,
     pool_tokens: int,
     step_tokens: int,
@@ -222,7 +211,7 @@ def test_every_request_gets_its_own_text_and_one_end(
 
 @settings(max_examples=12)
 @given(arrivals=_arrivals, pool_tokens=st.sampled_from([96, 400]))
-def test_overlap_changes_no_answer(arrivals: list[Arrival], pool_tokens: int) -> None:
+def test_overlap_changes_no_answer(arrivals: list[Recital], pool_tokens: int) -> None:
     told = []
     for overlap in (False, True):
         harness = Harness(

@@ -9,21 +9,18 @@ from hypothesis import strategies as st
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine.messages import FinishReason
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.tests.engine.fakes import Harness
+from radixserve.tests.engine.fakes import Arrival, Harness
 
 _VOCAB = 12  # so small that texts share prefixes and that stops occur
 
 
 @dataclass(frozen=True)
-class Arrival:
-    steps_before: int
+class Prompted(Arrival):
     base: int  # which common text it begins with
     base_len: int
     tail: tuple[int, ...]
-    sampling: SamplingParams
     priority: int
     namespace: str
-    aborted_after: int | None  # further arrivals
 
 
 def _sampling() -> st.SearchStrategy[SamplingParams]:
@@ -49,7 +46,7 @@ def _sampling() -> st.SearchStrategy[SamplingParams]:
 
 _arrivals = st.lists(
     st.builds(
-        Arrival,
+        Prompted,
         steps_before=st.integers(0, 6),
         base=st.integers(0, 1),
         base_len=st.integers(1, 60),
@@ -65,24 +62,16 @@ _arrivals = st.lists(
 _TEXTS = [[(i * i + i // 3) % _VOCAB for i in range(60)], [(i * 5 + i // 7) % _VOCAB for i in range(60)]]
 
 
-def _play(harness: Harness, arrivals: list[Arrival]) -> None:
-    to_abort: dict[int, list[int]] = {}
-    for number, arrival in enumerate(arrivals):
-        for _ in range(arrival.steps_before):
-            harness.advance()
+def _play(harness: Harness, arrivals: list[Prompted]) -> None:
+    def submit(arrival: Prompted) -> None:
         harness.submit(
             [*_TEXTS[arrival.base][: arrival.base_len], *arrival.tail],
             arrival.sampling,
             priority=arrival.priority,
             namespace=arrival.namespace,
         )
-        if arrival.aborted_after is not None:
-            to_abort.setdefault(number + arrival.aborted_after, []).append(number)
-        for uid in to_abort.pop(number, ()):
-            harness.scheduler.abort(b"f", uid)
-            harness.collect()
-    harness.run()
-    harness.check_outputs()
+
+    harness.play(arrivals, submit)
 
 
 @settings(max_examples=150)
@@ -98,7 +87,7 @@ def _play(harness: Harness, arrivals: list[Arrival]) -> None:
     broken_steps=st.sets(st.integers(1, 40).map(lambda i: 4 * i), max_size=3),
 )
 def test_every_request_gets_its_own_text_and_one_end(
-    arrivals: list[Arrival],
+    arrivals: list[Prompted],
     page_size: int,
     pool_tokens: int,
     step_tokens: int,
@@ -124,7 +113,7 @@ def test_every_request_gets_its_own_text_and_one_end(
 
 @settings(max_examples=40)
 @given(arrivals=_arrivals, page_size=st.sampled_from([1, 4, 16]), pool_tokens=st.sampled_from([96, 400]))
-def test_overlap_changes_no_answer(arrivals: list[Arrival], page_size: int, pool_tokens: int) -> None:
+def test_overlap_changes_no_answer(arrivals: list[Prompted], page_size: int, pool_tokens: int) -> None:
     told = []
     for overlap in (False, True):
         harness = Harness(
