@@ -1,9 +1,9 @@
 """--deterministic: a request's tokens, and even its log-probabilities, do not depend on anything around it."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import pytest
 
 from radixserve.engine.errors import ConfigError
@@ -87,7 +87,7 @@ def test_on_a_gpu_neither_graphs_nor_a_large_batch_change_a_bit(
 ) -> None:
     with LLM(**options, **changes) as llm:
         for expected, sampling in zip(alone, DRAWS, strict=True):
-            plain = SamplingParams(**{**asdict(sampling), "logprobs": None})  # sampled inside of the graph
+            plain = msgspec.structs.replace(sampling, logprobs=None)  # sampled inside of the graph
             for answers in (traces(llm, noise(28) + PROMPTS, sampling), traces(llm, noise(28) + PROMPTS, plain)):
                 assert [tokens for tokens, _ in answers[28:]] == [tokens for tokens, _ in expected]
             assert traces(llm, PROMPTS[-1:], sampling) == expected[-1:], "alone, with a warm cache"
