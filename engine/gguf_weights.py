@@ -46,8 +46,8 @@ _SANDWICHED = {
 }
 _FAMILY_NAMES = {"gemma2": _SANDWICHED, "gemma3": _SANDWICHED, "phi3": {"ffn_up": "mlp.gate_up_proj"}}
 # llama.cpp turns neighbouring values of their heads, not the halves; its converter moves the rows of q and k for it.
-_NEIGHBOUR_PAIRS = ("llama", "smollm3")
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_NEIGHBOUR_PAIRS = ("llama", "mixtral", "smollm3")
+_BLOCK = re.compile(r"blk\.(\d+)\.(\D+?)(?:\.(\d+))?")  # the second number, in old files, is that of an expert
 # Not weights: the specification of the model has read them.
 _METADATA_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _T = GGMLQuantizationType
@@ -81,8 +81,11 @@ def _checkpoint_name(name: str, block_names: Mapping[str, str]) -> str:
     """Unknown names are kept: the loader reports them as unexpected."""
     stem, _, kind = name.rpartition(".")
     if block := _BLOCK.fullmatch(stem):
-        index, part = block.groups()
-        return f"model.layers.{index}.{block_names[part]}.{kind}" if part in block_names else name
+        index, part, expert = block.groups()
+        ours = block_names.get(part)
+        if ours is not None and expert is not None:
+            ours = ours.replace("mlp.", f"mlp.experts.{expert}.")
+        return f"model.layers.{index}.{ours}.{kind}" if ours else name
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 

@@ -22,6 +22,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_p
 # What would silently give wrong results if it was ignored.
 _REFUSED_FLAGS = (
     "mlp_bias",
+    "lm_head_bias",
     "use_bidirectional_attention",
     "attention_chunk_size",
     "shared_expert_intermediate_size",
@@ -62,10 +63,11 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def spec_from_gguf(gguf: GGUFFile) -> ModelSpec:
     """Read the metadata of a GGUF file. Raises ``ModelError`` naming what is missing or not supported."""
-    name = gguf.metadata.get("general.architecture")
-    family = next((family for family in FAMILIES if name is not None and family.gguf_name == name), None)
+    name = str(gguf.metadata.get("general.architecture"))
+    known = {(family.gguf_name, family.gguf_mixture): family for family in FAMILIES if family.gguf_name}
+    family = known.get((name, bool(gguf.metadata.get(f"{name}.expert_count")))) or known.get((name, False))
     if family is None:
-        raise _unsupported(str(name), [family.gguf_name for family in FAMILIES if family.gguf_name])
+        raise _unsupported(name, list(dict.fromkeys(str(gguf_name) for gguf_name, _ in known)))
     reader = ConfigReader(config_of_gguf(gguf), f"{gguf.path.name}, {name}", GGUF_KEYS)
     return _spec(family, reader.over({**family.defaults, **family.gguf_defaults}))
 

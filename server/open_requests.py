@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -139,9 +140,9 @@ class OpenRequests:
         lost, self._open = self._open, {}
         for call in lost.values():
             call.meter.failed()
-            call.sink.on_failed(error)
+            call.sink.on_failed(copy(error))
 
     def _fail(self, uid: int, call: _Open, error: RequestFailed) -> None:
         call.meter.failed()
         self.abort(uid)
-        call.sink.on_failed(error)
+        call.sink.on_failed(copy(error))  # one for each: every task that raised it would add to one traceback

@@ -34,12 +34,14 @@ def unchanged(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
 @dataclass(frozen=True, slots=True)
 class Family:
     """``hf_classes``: what ``architectures`` of a config.json may name. ``defaults``: what transformers assumes for
-    keys that a config.json leaves out; ``gguf_defaults``: what llama.cpp assumes, over these. ``layer_types``: types
-    of that many layers, where the configuration does not list them. ``adapt``: changes what the shared keys gave."""
+    keys that a config.json leaves out; ``gguf_defaults``: what llama.cpp assumes, over these. ``gguf_mixture``: of two
+    families with one ``gguf_name``, this is the one with experts. ``layer_types``: types of that many layers, where the
+    configuration does not list them. ``adapt``: changes what the shared keys gave."""
 
     name: str
     hf_classes: tuple[str, ...]
     gguf_name: str | None = None
+    gguf_mixture: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
     layer_types: Callable[[ConfigReader, int], Sequence[str]] = one_window

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in all layers, whose weights sum up to 1."""
+"""Mixtral: Mistral with a mixture of experts in all layers, whose weights sum up to 1. GGUF files call it Llama."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def _adapt(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
 MIXTRAL = Family(
     "mixtral",
     ("MixtralForCausalLM",),
+    "llama",
+    gguf_mixture=True,
     defaults={
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -10,8 +10,16 @@ from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.model_config import load_sampling_defaults, load_spec, spec_from_config, spec_from_gguf
 from radixserve.engine.model_files import ModelFiles, resolve_model
-from radixserve.engine.model_spec import ModelSpec, SamplingDefaults
-from radixserve.engine.rope_spec import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeSpec
+from radixserve.engine.model_spec import ExpertsSpec, ModelSpec, SamplingDefaults
+from radixserve.engine.rope_spec import (
+    DynamicScaling,
+    FrequencyDivisors,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,6 +66,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+ORIGINAL = {"original_max_position_embeddings": 64}
+FACTORS = {"short_factor": [1] * 8, "long_factor": [2] * 8}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +75,9 @@ LLAMA3 = {
     [
         ({"rope_type": "default"}, None),
         ({"type": "linear", "factor": 2}, LinearScaling(2.0)),
+        ({"type": "dynamic", "factor": 2}, DynamicScaling(2.0, 512)),
+        ({"type": "yarn", "factor": 2, **ORIGINAL}, YarnScaling(2.0, 64, 32.0, 1.0, None, True)),
+        ({"type": "su", **FACTORS, **ORIGINAL}, LongRopeScaling((1.0,) * 8, (2.0,) * 8, 64, 8.0, None)),
         (LLAMA3, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
     ],
 )
@@ -89,6 +102,7 @@ def test_old_and_new_spelling_of_rope_give_the_same(scaling, expected):
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"lm_head_bias": True}, "lm_head_bias"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size must be an integer"),
         ({"vocab_size": 0}, "vocab_size"),
@@ -185,9 +199,15 @@ def test_control_tokens_that_end_a_turn_of_a_chat_end_an_answer(tmp_path):
     assert spec_from_gguf(gguf).eos_token_ids == (1, 3)
 
 
-def test_mixtures_of_experts_in_gguf_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="experts"):
-        spec_from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", expert_count=8)))
+def test_a_llama_with_experts_in_gguf_is_a_mixtral(tmp_path):
+    file = read_gguf(gguf_with(tmp_path / "m.gguf", expert_count=8, expert_used_count=2))
+    spec = spec_from_gguf(file)
+    assert (spec.family, {layer.experts for layer in spec.layers}) == ("mixtral", {ExpertsSpec(8, 2, 128, True)})
+
+
+def test_mixtures_of_experts_of_other_families_in_gguf_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="experts are not supported in the family gemma2"):
+        spec_from_gguf(read_gguf(gguf_with(tmp_path / "m.gguf", "gemma2", expert_count=8)))
 
 
 def write(folder: Path, config: object, generation_config: object) -> ModelFiles:

@@ -151,6 +151,7 @@ def test_gguf_weights_come_back_in_their_own_order(variant: str, kind: Kind, tmp
 GGUF_VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "smollm3": {"no_rope_layer_interval": 4},
+    "mixtral": {"sliding_window": None},
     "qwen3moe": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
@@ -175,6 +176,14 @@ def stacked(name: str, places: dict[str, torch.Tensor]) -> torch.Tensor:
     """Experts are one tensor in GGUF."""
     before, _, after = name.partition("experts.")
     return torch.stack([places[f"{before}experts.{expert}.{after}"] for expert in range(6)])
+
+
+def test_experts_of_an_old_gguf_file_lie_one_by_one(tmp_path: Path) -> None:
+    oracle = tiny_models.make("mixtral")
+    expected = load_gguf(write_gguf(oracle, tmp_path / "new.gguf"))
+    found = load_gguf(write_gguf(oracle, tmp_path / "old.gguf", stacks_experts=False))
+    assert found[0] == expected[0] and found[1].keys() == expected[1].keys()
+    assert all(torch.equal(weight, expected[1][name]) for name, weight in found[1].items())
 
 
 K_QUANTS = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]

@@ -10,12 +10,12 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-_ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 Weights = dict[str, NDArray[np.float32]]
 
 
-def write_gguf(oracle: Any, path: Path, kind: Kind = Kind.F32) -> Path:
-    """Matrices become ``kind``."""
+def write_gguf(oracle: Any, path: Path, kind: Kind = Kind.F32, *, stacks_experts: bool = True) -> Path:
+    """Matrices become ``kind``; experts are a tensor of all, or, as in files of 2023, each its own."""
     config = oracle.config
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
@@ -26,7 +26,11 @@ def write_gguf(oracle: Any, path: Path, kind: Kind = Kind.F32) -> Path:
     for name, values in _converted(architecture, config, weights).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         used = kind if values.ndim > 1 else Kind.F32
-        writer.add_tensor(stored, gguf.quantize(values, used), raw_dtype=used)
+        parts = {stored: values}
+        if values.ndim == 3 and not stacks_experts:
+            parts = {stored.replace("_exps", f".{expert}"): part for expert, part in enumerate(values)}
+        for part_name, part in parts.items():
+            writer.add_tensor(part_name, gguf.quantize(part, used), raw_dtype=used)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -61,6 +65,9 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "mixtral":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     if rope.get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
