@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from radixserve.engine.load_model import load_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.models.decoder import Decoder
 from radixserve.engine.models.registry import CausalLM
-from radixserve.engine.parallel import ParallelOps, TorchRanks, abort_collectives, check_no_group, leave_ranks
+from radixserve.engine.parallel import ParallelOps
 from radixserve.engine.profiling import ProfiledRunner
+from radixserve.engine.ranks import TorchRanks, check_no_group
 from radixserve.engine.recorded_model import RecordedModel
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
@@ -80,16 +83,18 @@ def build_engine(
         return _assemble(design, _load(design, None, progress))
     check_no_group()
     progress("starting the other ranks", 0.0)
-    team = Team.start(config, on_loss or (lambda reason, status: abort_collectives()))
-    with team.starting():
+    ranks = TorchRanks(shard, design.sizes.device)
+    team = Team.start(config, on_loss or (lambda reason, status: ranks.abort()))
+    with ExitStack() as undo, team.starting():
+        undo.callback(ranks.leave)
         team.wait_ready()
-        ranks = TorchRanks.meet(shard, design.sizes.device, team.meeting)
-        built = _assemble(design, _load(design, ranks, progress))
-
-    def close() -> None:
-        team.close()
-        leave_ranks()
-
+        ranks.meet(team.meeting)
+        loaded = _load(design, ranks, progress)
+        undo.callback(loaded.runner.release_graphs)  # ``leave``, which is called after it, waits for that
+        built = _assemble(design, loaded)
+        undo.callback(team.close)
+        close = undo.pop_all().close  # undoes once, however often it is called
+    atexit.register(close)  # what is not closed would hang when torch takes itself down
     return replace(built, runner=TeamRunner(built.runner, team), close=close)
 
 
@@ -97,8 +102,10 @@ def build_follower(config: ServeConfig, shard: Shard, meeting: Path) -> Runner:
     """What rank ``shard`` executes plans with, once all ranks have come to the folder ``meeting``. All of them go the
     same way through this module, which leads through the same collectives. Raises as ``build_engine`` does."""
     design = Design.of(config, shard, ignore_progress)
+    ranks = TorchRanks(shard, design.sizes.device)
     (meeting / str(shard.rank)).touch()
-    return _load(design, TorchRanks.meet(shard, design.sizes.device, meeting), ignore_progress).runner
+    ranks.meet(meeting)
+    return _load(design, ranks, ignore_progress).runner
 
 
 @dataclass(frozen=True, slots=True)

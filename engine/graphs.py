@@ -72,6 +72,11 @@ def _capture(step: Callable[[], Tensor], pool: Any) -> _Captured:
     return _Captured(graph, output)
 
 
+def _release(captured: dict[int, _Captured]) -> None:
+    for size in list(captured):
+        captured.pop(size).graph.reset()
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Leave cyclic garbage where it is. If it held a graph, an event or device memory, to destroy that would end a
@@ -115,6 +120,10 @@ class DecodeGraphs:
             self._send(size, nobody, nobody, None)
             self._captured[size] = _capture(partial(self._decode, *self._views(size)), pool)
             report((done + 1) / len(self._sizes))
+
+    def release(self) -> None:
+        """Destroy the graphs, whoever still knows this object; not to be used again."""
+        _release(self._captured)
 
     def fits(self, num_seqs: int) -> bool:
         """Whether a step of that many decodes can be replayed."""
@@ -190,6 +199,10 @@ class MixedGraphs:
             inputs = upload(self._padded(self._idle, 0, size, None), self._device, self._buffer)
             self._captured[count] = _capture(partial(self._forward, inputs, size), pool)
             report((done + 1) / len(self._counts))
+
+    def release(self) -> None:
+        """As of ``DecodeGraphs``."""
+        _release(self._captured)
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether ``plan``, which has chunks, can be replayed."""

@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from radixserve.engine.errors import ConfigError
 from radixserve.engine.sharding import Shard
 from radixserve.kernels.interface import Ops
 from radixserve.kernels.quantized import QuantizedMatrix
@@ -90,68 +86,3 @@ class ParallelOps:
         widths = [max(0, min(num_rows, self._vocab_size - rank * num_rows)) for rank in range(self._shard.size)]
         parts = [part[:, :width] for part, width in zip(gathered, widths, strict=True)]
         return torch.cat(parts, dim=-1, out=out)
-
-
-class TorchRanks:
-    """``Collectives`` of torch.distributed: NCCL between GPUs, gloo between processes on a CPU. Owns the process's
-    default group."""
-
-    def __init__(self, size: int, device: torch.device):
-        self._size = size
-        self._device = device
-
-    @classmethod
-    def meet(cls, shard: Shard, device: torch.device, meeting: Path) -> TorchRanks:
-        """Blocks until all ranks are there, who find each other by files in ``meeting``."""
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")  # all ranks are on this host
-        on_gpu = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            init_method=f"file://{meeting}/store",
-            rank=shard.rank,
-            world_size=shard.size,
-            device_id=device if on_gpu else None,
-        )
-        ranks = cls(shard.size, device)
-        ranks.least(0)  # NCCL connects with the first collective, which must not be one that is captured in a graph
-        return ranks
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty(self._size * len(tensor), *tensor.shape[1:])
-        # Renamed in torch 2.13, where the old name warns.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered, tensor)
-        return gathered.view(self._size, *tensor.shape)
-
-    def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
-        numbers = torch.tensor([number], device=self._device)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN)
-        return int(numbers)
-
-
-def check_no_group() -> None:
-    """Raises ``ConfigError`` where the process has a default group already."""
-    if dist.is_initialized():
-        raise ConfigError(
-            "tensor_parallel_size above 1 needs torch's default process group, which this process has set up before; "
-            "close the other LLM, or use a process of its own"
-        )
-
-
-def abort_collectives() -> None:
-    """Let those fail that wait for a rank that is gone. gloo's fail by themselves."""
-    group = dist.group.WORLD
-    if group is not None and dist.get_backend(group) == "nccl":
-        group.abort()
-
-
-def leave_ranks() -> None:
-    """Undo ``TorchRanks.meet``, once no collective will follow."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -121,6 +121,12 @@ class ModelRunner:
             self._shared_graphs = DecodeGraphs(decode, sizes, padding_row, self._device, members)
             self._shared_graphs.capture(pool, lambda share: report((2 + share) / 3))
 
+    def release_graphs(self) -> None:
+        """Destroy the graphs, although somebody may still know this runner. Nothing can be launched any more."""
+        for graphs in (self._decode_graphs, self._shared_graphs, self._mixed_graphs):
+            if graphs is not None:
+                graphs.release()
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue ``plan``, which has at least one token."""

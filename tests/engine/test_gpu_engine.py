@@ -6,7 +6,9 @@ it is at most ``TIE`` standard deviations of the logits below the best one; near
 
 from __future__ import annotations
 
+import faulthandler
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,15 @@ def test_greedy_answers_are_those_of_transformers(model: Model, options: dict[st
         model.check([llm.generate(prompt, greedy())[0] for prompt in tiny_models.PROMPTS[::3]])
 
 
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """Ranks that wait for each other in vain say where, and end the run."""
+    faulthandler.dump_traceback_later(150, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.usefixtures("bounded")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}], ids=str)
 def test_two_ranks_give_the_answers_of_transformers(llama: Model, options: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -15,6 +17,8 @@ import pytest
 
 from radixserve.engine.errors import ConfigError, EngineLost
 from radixserve.engine.llm import LLM, Completion
+from radixserve.engine.ranks import TorchRanks
+from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.structured import regex, structural_tag
 from radixserve.tests.engine import tiny_models
@@ -89,6 +93,35 @@ def test_four_ranks_give_the_tokens_of_one_and_end_with_any_of_them(
                 llm.generate(tiny_models.PROMPTS, greedy())
     assert follower_pids() == []
     assert list(meetings.glob("radixserve-*")) == []
+
+
+def test_graphs_are_released_before_the_ranks_part_and_others_may_meet_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for the graphs that contain its sums."""
+    done: list[str] = []
+    leave = TorchRanks.leave
+    monkeypatch.setattr(ModelRunner, "release_graphs", lambda runner: done.append("released"))
+    monkeypatch.setattr(TorchRanks, "leave", lambda ranks: (done.append("left"), leave(ranks)))
+    first = open_llm(folder, 2)
+    first.close()
+    assert done == ["released", "left"]
+    with open_llm(folder, 2) as second:
+        first.close()  # once more, which is not for the second
+        assert len(second.generate(tiny_models.PROMPTS[0], greedy())[0].token_ids) == 8
+
+
+def test_taking_down_that_never_ends_holds_up_neither_a_caller_nor_the_end_of_the_process() -> None:
+    """As NCCL's does while a graph contains its sums."""
+    script = """
+import atexit, threading
+from radixserve.engine.ranks import Background
+background = Background()
+atexit.register(lambda: print(background.submit(print).wait(0.1)))
+print(background.submit(threading.Event().wait).wait(0.1))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["False", "False"]
 
 
 def test_a_rank_that_cannot_start_is_named(folder: Path, meetings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
