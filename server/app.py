@@ -17,7 +17,7 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.engine.messages import Submit
 from radixserve.server.auth import ApiKeys, read_api_keys
 from radixserve.server.engine_client import EngineClient
-from radixserve.server.errors import HANDLERS, MESSAGES_PATH
+from radixserve.server.errors import HANDLERS
 from radixserve.server.frontend import Frontend
 from radixserve.server.metrics import RequestObserver, WorkerNumbers
 from radixserve.server.middleware import Gate, RequestIds
@@ -27,7 +27,7 @@ from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.messages import CountTokensRequest, MessagesRequest
 from radixserve.server.protocol.responses import ResponsesRequest
 from radixserve.server.request_log import RequestLine
-from radixserve.server.routes import generate, messages, metrics, models, operation, page, responses, text
+from radixserve.server.routes import generate, metrics, operation, page, text
 from radixserve.server.routes.common import IGNORED_HEADER
 from radixserve.server.tracing import RequestSpan, TraceParents, tracer_from
 from radixserve.server.watchers import Watchers
@@ -43,8 +43,7 @@ _BODIES = (
     text.RenderRequest,
     operation.AbortBody,
 )
-_PARTS = (generate, responses, messages, text, models, operation, metrics)
-_STREAMING_PATHS = (generate.CHAT_PATH, generate.COMPLETION_PATH, responses.RESPONSES_PATH, MESSAGES_PATH)
+_PARTS = (generate, text, operation, metrics)
 
 
 def build_app(config: ServeConfig, engine_address: str) -> FastAPI:
@@ -99,5 +98,5 @@ def _add_layers(app: FastAPI, config: ServeConfig, keys: ApiKeys) -> None:
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
-        app.openapi_schema = describe(app, _BODIES, _STREAMING_PATHS)
+        app.openapi_schema = describe(app, _BODIES, generate.STREAMING_PATHS)
     return app.openapi_schema

@@ -13,7 +13,7 @@ from radixserve.engine.messages import Observation
 from radixserve.engine.observation import LEASE_S, SeenNode, TreeEvent
 from radixserve.server.errors import RequestFailed
 from radixserve.server.frontend import Frontend
-from radixserve.server.protocol.frames import event_frame
+from radixserve.server.protocol.answer import event_frame
 
 MAX_WATCHERS = 16
 TICK_S = 1.0

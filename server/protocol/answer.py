@@ -1,9 +1,12 @@
-"""How an answer is written, whichever API it belongs to."""
+"""How an answer is written, whichever API it belongs to, and the frames of event streams whose events have names."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed
@@ -40,3 +43,12 @@ class Answer(ABC):
     @abstractmethod
     def failure(self, error: RequestFailed) -> bytes:
         """What ends a stream that fails after its headers were sent."""
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """A frame whose event has the name that ``type`` says."""
+    return event_frame(event["type"], event)
+
+
+def event_frame(name: str, content: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(content))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any
 
 import msgspec
 from fastapi.routing import APIRoute
@@ -16,12 +15,6 @@ from radixserve.server.frontend import Frontend, Result
 from radixserve.server.protocol.fields import Model, RequestModel, parse_body
 
 IGNORED_HEADER = "x-radixserve-ignored-fields"
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed(Generic[Model]):
-    body: Model
-    headers: dict[str, str]  # for the answer
 
 
 class DirectRoute(APIRoute):
@@ -42,11 +35,11 @@ def frontend_of(request: Request) -> Frontend:
     return frontend
 
 
-async def parsed(request: Request, model: type[Model]) -> Parsed[Model]:
-    """The body; big ones are parsed in a thread. Raises ``InvalidRequest``."""
+async def parsed(request: Request, model: type[Model]) -> tuple[Model, dict[str, str]]:
+    """The body, and headers for the answer; big ones are parsed in a thread. Raises ``InvalidRequest``."""
     data = await request.body()
     body, unknown = await offload(request, lambda: parse_body(model, data))
-    return Parsed(body, {IGNORED_HEADER: ",".join(unknown)} if unknown else {})
+    return body, ({IGNORED_HEADER: ",".join(unknown)} if unknown else {})
 
 
 async def offload(request: Request, work: Callable[[], Result]) -> Result:

@@ -1,10 +1,11 @@
-"""Routes for operators: health, versions, effective configuration, aborting, flushing the cache."""
+"""What is served here and how it does, and routes for operators: configuration, aborting, flushing the cache."""
 
 from __future__ import annotations
 
 import os
 import re
 from importlib.metadata import version as package_version
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,11 +13,12 @@ from starlette.responses import Response
 
 from radixserve.configs.schema import SECRET_OPTIONS
 from radixserve.engine.errors import InvalidRequest
-from radixserve.server.protocol.chat_answer import ChatAnswer
-from radixserve.server.protocol.completion_answer import CompletionAnswer
+from radixserve.server.frontend import Frontend
+from radixserve.server.protocol.chat import ChatAnswer
+from radixserve.server.protocol.completions import CompletionAnswer
 from radixserve.server.protocol.fields import RequestModel
-from radixserve.server.protocol.messages_answer import MessagesAnswer
-from radixserve.server.protocol.responses_answer import ResponsesAnswer
+from radixserve.server.protocol.messages import MessagesAnswer
+from radixserve.server.protocol.responses import ResponsesAnswer
 from radixserve.server.routes.common import frontend_of, json_response, parsed, takes
 
 router = APIRouter(tags=["operation"])
@@ -45,6 +47,31 @@ async def health(request: Request) -> Response:
     return json_response(content | details, 503, {"retry-after": "1", "cache-control": "no-store"})
 
 
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    frontend = frontend_of(request)
+    return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.model_names]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def get_model(request: Request, model_id: str) -> Response:
+    frontend = frontend_of(request)
+    return json_response(_card(frontend, frontend.check_model(model_id)))
+
+
+def _card(frontend: Frontend, name: str) -> dict[str, Any]:
+    """``max_model_len`` is null until the engine has told it."""
+    status = frontend.client.status
+    return {
+        "id": name,
+        "object": "model",
+        "created": frontend.created,
+        "owned_by": "radixserve",
+        "root": frontend.model_names[0],
+        "max_model_len": (status.max_model_len or None) if status else None,
+    }
+
+
 @router.get("/version")
 async def version() -> Response:
     return json_response({"version": package_version("radixserve")})
@@ -71,7 +98,7 @@ async def server_info(request: Request) -> Response:
 @router.post("/abort_request", openapi_extra=takes(AbortBody))
 async def abort_request(request: Request) -> Response:
     """End a request by the id in its answer, or by its x-request-id; its client gets an error."""
-    body = (await parsed(request, AbortBody)).body
+    body, _ = await parsed(request, AbortBody)
     given = body.request_id or body.rid
     if not given and not body.abort_all:
         raise InvalidRequest("request_id (or abort_all: true) is required", param="request_id")

@@ -13,7 +13,7 @@ from radixserve.server.frontend import Frontend
 from radixserve.server.prompts import chat_ids, chat_text
 from radixserve.server.protocol.chat import ChatPromptRequest, Messages
 from radixserve.server.protocol.fields import Int64, RequestModel
-from radixserve.server.routes.common import Parsed, frontend_of, json_response, offload, parsed, takes
+from radixserve.server.routes.common import frontend_of, json_response, offload, parsed, takes
 
 router = APIRouter(tags=["text"])
 
@@ -54,8 +54,8 @@ class RenderRequest(ChatPromptRequest):
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     frontend = frontend_of(request)
-    call = await parsed(request, TokenizeRequest)
-    body, text = call.body, frontend.text
+    body, headers = await parsed(request, TokenizeRequest)
+    text = frontend.text
     frontend.check_model(body.model)
 
     def encode() -> list[int]:
@@ -66,14 +66,14 @@ async def tokenize(request: Request) -> Response:
     ids = await offload(request, encode)
     strings = [text.tokenizer.token(token) for token in ids] if body.return_token_strs else None
     counts = {"count": len(ids), "max_model_len": _context_length(frontend)}
-    return json_response({**counts, "tokens": ids, "token_strs": strings}, headers=call.headers)
+    return json_response({**counts, "tokens": ids, "token_strs": strings}, headers=headers)
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     frontend = frontend_of(request)
-    call = await parsed(request, DetokenizeRequest)
-    body, tokenizer = call.body, frontend.text.tokenizer
+    body, headers = await parsed(request, DetokenizeRequest)
+    tokenizer = frontend.text.tokenizer
     frontend.check_model(body.model)
 
     def decode() -> str:
@@ -83,19 +83,19 @@ async def detokenize(request: Request) -> Response:
         return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
     prompt = await offload(request, decode)
-    return json_response({"prompt": prompt}, headers=call.headers)
+    return json_response({"prompt": prompt}, headers=headers)
 
 
 @router.post("/v1/chat/completions/render", openapi_extra=takes(RenderRequest))
 async def render(request: Request) -> Response:
     """The prompt that a chat request would have, as text and as token ids."""
     frontend = frontend_of(request)
-    call: Parsed[RenderRequest] = await parsed(request, RenderRequest)
-    body, text = call.body, frontend.text
+    body, headers = await parsed(request, RenderRequest)
+    text = frontend.text
     frontend.check_model(body.model)
     rendered, ids = await offload(request, lambda: (chat_text(text, body), chat_ids(text, body)))
     content = {"prompt": rendered, "prompt_token_ids": ids, "count": len(ids)}
-    return json_response(content, headers=call.headers)
+    return json_response(content, headers=headers)
 
 
 def _context_length(frontend: Frontend) -> int:

@@ -8,7 +8,7 @@ EXECUTES = {"eval", "exec", "pickle", "marshal", "shelve", "dill", "joblib", "cl
 TELLS_THE_DATE = {
     "server.frontend",
     "server.protocol.choices",
-    "server.protocol.responses_answer",
+    "server.protocol.responses",
     "engine.text.chat_template",
 }
 
