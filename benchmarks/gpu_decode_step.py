@@ -18,6 +18,7 @@ from gpu_timing import BYTES_PER_US, DEVICE, capture, decode_layout, relative_er
 from torch import Tensor
 
 from radixserve.kernels.cuda_ops import CudaOps
+from radixserve.kernels.interface import HeadPlaces, Norm, norm_of_stream
 from radixserve.kernels.triton_attention import TritonDecodeAttention
 from radixserve.kernels.triton_sampling import sample
 from radixserve.kernels.triton_step import decode_inputs
@@ -39,8 +40,8 @@ class Layer:
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.qkv, self.o = randn((heads + 2 * kv_heads) * dim, hidden), randn(hidden, heads * dim)
         self.gate_up, self.down = randn(2 * inner, hidden), randn(hidden, inner)
-        self.norms = [torch.ones(hidden, device=DEVICE, dtype=BF16) for _ in range(2)]
-        self.q_norm, self.k_norm = (torch.ones(dim, device=DEVICE, dtype=BF16) for _ in range(2))
+        self.norms = [Norm(torch.ones(hidden, device=DEVICE, dtype=BF16), EPS) for _ in range(2)]
+        self.head_norms = [Norm(torch.ones(dim, device=DEVICE, dtype=BF16), EPS) for _ in range(2)]
         self.k_cache, self.v_cache = (randn(num_pages, PAGE_SIZE, kv_heads, dim) for _ in range(2))
 
 
@@ -60,7 +61,7 @@ class DecodeStep:
         self.layers = [Layer(config, batch * columns) for _ in range(config["num_hidden_layers"])]
         self.embedding = randn(config["vocab_size"], config["hidden_size"])
         self.head = self.embedding if config["tie_word_embeddings"] else randn(*self.embedding.shape)
-        self.norm = torch.ones(config["hidden_size"], device=DEVICE, dtype=BF16)
+        self.norm = Norm(torch.ones(config["hidden_size"], device=DEVICE, dtype=BF16), EPS)
         self.cos_sin = torch.rand(4096, config["head_dim"], device=DEVICE)
         self.last_tokens = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
         self.floats = torch.tensor([[0.6 if batch > 1 else 0.0, 1.0, 0.0]] * batch, device=DEVICE)
@@ -86,18 +87,18 @@ class DecodeStep:
             x, pending = self.add(x, self.attend(layer, qkv, positions, slots), layer.o)
             x, inner = self.project(x, pending, layer.norms[1], layer.gate_up, gated=True)
             x, pending = self.add(x, inner, layer.down)
-        normed = ops.rms_norm(x, self.norm, EPS) if pending is None else ops.add_rms_norm(pending, x, self.norm, EPS)[0]
+        normed, _ = norm_of_stream(ops, x, pending, self.norm)
         self.logits = ops.logits(normed, self.head)
         self.drawn = sample(
             self.logits, layout.rows, self.floats, self.ints, layout.kv_lens, self.last_tokens, self.pdl
         )
 
     def project(
-        self, x: Tensor, pending: Tensor | None, norm: Tensor, weight: Tensor, gated: bool
+        self, x: Tensor, pending: Tensor | None, norm: Norm, weight: Tensor, gated: bool
     ) -> tuple[Tensor, Tensor]:
         if self.fused:
-            return self.ops.project(x, pending, norm, EPS, weight, gated=gated)
-        normed = self.ops.rms_norm(x, norm, EPS) if pending is None else self.ops.add_rms_norm(pending, x, norm, EPS)[0]
+            return self.ops.project(x, pending, norm, weight, None, gated=gated)
+        normed, x = norm_of_stream(self.ops, x, pending, norm)
         product = F.linear(normed, weight)
         return x, self.ops.silu_mul(product) if gated else product
 
@@ -106,7 +107,7 @@ class DecodeStep:
 
     def attend(self, layer: Layer, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         caches = (layer.k_cache, layer.v_cache)
-        q = self.ops.rope_store(qkv, positions, self.cos_sin, slots, *caches, layer.q_norm, layer.k_norm, EPS)
+        q = self.ops.rope_store(qkv, HeadPlaces(positions, self.cos_sin, slots, *caches, *layer.head_norms))
         out = torch.empty_like(q)
         self.attention.run_decode(q, *caches, out)
         return out.flatten(1)

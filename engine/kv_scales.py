@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.engine.layers.linear import MergedLinear, Projection, QuantizedLinear
+from radixserve.engine.layers.linear import Projection
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.layers.transformer import SelfAttention
 from radixserve.engine.models.decoder import Decoder, DecoderLayer
-from radixserve.kernels.quantized import FP8_MAX, QuantizedMatrix
+from radixserve.kernels.interface import Weight
+from radixserve.kernels.quantized import FP8_MAX
 
 _ROUNDING = 1.05  # what activations of 16 bits may add to the bound
 _SMALLEST = 2.0**-30  # of weights that are all zero
@@ -49,8 +50,7 @@ def _scale_layer(attention: SelfAttention, norm: RMSNorm, stretch: float) -> Non
         parts["k_proj"].multiply(1 / factor)
     factor = _power_of_two(parts["v_proj"].largest_after(norm))
     parts["v_proj"].multiply(1 / factor)
-    output = attention.o_proj
-    (output.matrix.scales if isinstance(output, QuantizedLinear) else output.weight).mul_(factor)
+    _multiply(attention.o_proj.matrix, factor)
 
 
 def _power_of_two(largest: float) -> float:
@@ -62,11 +62,11 @@ def _power_of_two(largest: float) -> float:
 class _Rows:
     """Some rows of a matrix and of its bias, if there is one."""
 
-    weight: Tensor | QuantizedMatrix
+    weight: Weight
     bias: Tensor | None
 
     def multiply(self, factor: float) -> None:
-        (self.weight if isinstance(self.weight, Tensor) else self.weight.scales).mul_(factor)
+        _multiply(self.weight, factor)
         if self.bias is not None:
             self.bias.mul_(factor)
 
@@ -77,14 +77,12 @@ class _Rows:
         return float((bounds if self.bias is None else bounds + self.bias.abs()).max())
 
 
+def _multiply(weight: Weight, factor: float) -> None:
+    (weight if isinstance(weight, Tensor) else weight.scales).mul_(factor)
+
+
 def _parts(projection: Projection) -> dict[str, _Rows]:
-    assert isinstance(projection, (MergedLinear, QuantizedLinear))
-    found, first = {}, 0
-    for name, count in projection.parts.items():
-        bias = None if projection.bias is None else projection.bias[first : first + count]
-        if isinstance(projection, QuantizedLinear):
-            found[name] = _Rows(projection.matrix.rows(first, count), bias)
-        else:
-            found[name] = _Rows(projection.weight[first : first + count], bias)
-        first += count
-    return found
+    sizes = list(projection.parts.values())
+    weights = projection.matrix.split(sizes)
+    biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
+    return dict(zip(projection.parts, map(_Rows, weights, biases), strict=True))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from radixserve.engine.sharding import Shard
-from radixserve.kernels.interface import Ops
-from radixserve.kernels.quantized import QuantizedMatrix
+from radixserve.kernels.interface import Ops, Weight
 
 
 class Collectives(Protocol):
@@ -44,7 +43,6 @@ class ParallelOps:
         self.gelu_mul = ops.gelu_mul
         self.rope_store = ops.rope_store
         self.project = ops.project
-        self.project_quantized = ops.project_quantized
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         """Each token's row comes from the rank that has it."""
@@ -53,28 +51,18 @@ class ParallelOps:
         found = self._ops.embed(rows * is_ours, weight, hidden_size, scale)
         return self._ranks.all_reduce(found.masked_fill_(~is_ours.unsqueeze(-1), 0.0))
 
-    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, y: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Of a layer whose inner dimension is cut."""
         return self._ranks.all_reduce(self._ops.linear(y, weight, None if self._shard.rank else bias))
 
-    def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
-        return self._ranks.all_reduce(self._ops.quantized_linear(y, matrix, None if self._shard.rank else bias))
-
     def add_linear(
-        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Left pending: the stream must be added once, not by each rank."""
         return stream, self.linear(y, weight, bias)
 
     def experts(
-        self,
-        x: Tensor,
-        router: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        per_token: int,
-        normalized: bool,
-        slots: Tensor,
+        self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, per_token: int, normalized: bool, slots: Tensor
     ) -> Tensor:
         answer = self._ops.experts(x, router, gate_up, down, per_token, normalized, slots)
         return self._ranks.all_reduce(answer if answer.dim() == 2 else answer.sum(0))

@@ -10,13 +10,14 @@ keys that a query does not see weigh exactly 0. So the same kernels serve steps 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels.cuda_ops import CudaOps
-from radixserve.kernels.interface import AttentionShape, BatchLayout, norm_of_stream
+from radixserve.kernels.cuda_ops import CudaOps, empty_logits
+from radixserve.kernels.interface import AttentionShape, BatchLayout, Weight
 from radixserve.kernels.quantized import Product, QuantizedMatrix
 from radixserve.kernels.triton_experts import Tiles
 from radixserve.kernels.triton_extend import TritonExtendAttention
@@ -31,32 +32,27 @@ _EXPERT_TILES = Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))
 class InvariantCudaOps(CudaOps):
     """Products by ``tiled_linear``, with one tile for any number of rows; all else is done row by row anyway."""
 
-    def project(
-        self,
-        stream: Tensor,
-        pending: Tensor | None,
-        norm: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
-        if gated and bias is None:
-            return stream, self._product(normed, weight, gated=True)
-        product = self.linear(normed, weight, bias)
-        return stream, self.silu_mul(product) if gated else product
+    def _is_fused(self, weight: Weight, bias: Tensor | None, num_tokens: int) -> TypeGuard[Tensor]:
+        return False
 
-    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        product = self._product(y, weight)
+    def _product(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = _tiled(y, weight, pdl=self._pdl)
         return product if bias is None else product.add_(bias)
 
+    def _gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Tensor) and bias is None:
+            return _tiled(x, weight, gated=True, pdl=self._pdl)
+        return self.silu_mul(self.linear(x, weight, bias))
+
     def add_linear(
-        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        if bias is None:
-            return self._product(y, weight, residual=stream), None
+        if isinstance(weight, Tensor) and bias is None:
+            return _tiled(y, weight, residual=stream, pdl=self._pdl), None
         return stream, self.linear(y, weight, bias)
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        return _tiled(hidden, weight, out=empty_logits(hidden, weight) if out is None else out, pdl=self._pdl)
 
     def _choose_product(self, y: Tensor, matrix: QuantizedMatrix) -> Product:
         return Product.WIDE
@@ -64,28 +60,13 @@ class InvariantCudaOps(CudaOps):
     def _tiles(self, x: Tensor, per_token: int, num_experts: int) -> Tiles:
         return _EXPERT_TILES
 
-    def _scores(self, x: Tensor, router: Tensor) -> Tensor:
-        return self.logits(x, router)
 
-    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32, device=hidden.device)
-        return self._product(hidden, weight, out=out)
-
-    def _product(
-        self,
-        y: Tensor,
-        weight: Tensor,
-        *,
-        gated: bool = False,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        if missing := -y.shape[1] % _DEPTHS[-1]:  # the inner sizes of models are multiples of it
-            y, weight = F.pad(y, (0, missing)), F.pad(weight, (0, missing))
-        depth = next(size for size in _DEPTHS if y.shape[1] % size == 0)
-        tile = Tile(_ROWS, _COLUMNS, depth, _STAGES, _WARPS)
-        return tiled_linear(y, weight, tile, gated=gated, residual=residual, out=out, pdl=self._pdl)
+def _tiled(y: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    """``tiled_linear`` with the one tile."""
+    if missing := -y.shape[1] % _DEPTHS[-1]:  # the inner sizes of models are multiples of it
+        y, weight = F.pad(y, (0, missing)), F.pad(weight, (0, missing))
+    depth = next(size for size in _DEPTHS if y.shape[1] % size == 0)
+    return tiled_linear(y, weight, Tile(_ROWS, _COLUMNS, depth, _STAGES, _WARPS), **options)
 
 
 class InvariantCudaAttention:

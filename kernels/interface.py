@@ -7,7 +7,7 @@ FlashInfer and Triton on CUDA; chosen in ``select.py`` only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -100,19 +100,41 @@ class PlannedAttention(AttentionKernel, Protocol):
         ...
 
 
+Weight = Tensor | QuantizedMatrix
+"""[out, in]. Where the native CPU kernels are in use, it may be packed (``packing.py``): uint8 [out, bytes a row]."""
+
+
+class Norm(NamedTuple):
+    """x / rms(x) * weight, in fp32. ``weight`` may be fp32 whatever x is."""
+
+    weight: Tensor
+    eps: float
+
+
+class HeadPlaces(NamedTuple):
+    """What becomes of the heads of one layer: how they are turned, and where keys and values go."""
+
+    positions: Tensor  # int32 [T]
+    cos_sin: Tensor  # fp32 [max_positions, rotary_dim]: cosines, then sines (half-rotation, "neox" pairs)
+    slots: Tensor  # int64 [T]: page * page_size + offset; below 0 for padding, which is not stored
+    k_cache: Tensor  # [pages, page_size, kv_heads, D]
+    v_cache: Tensor
+    q_norm: Norm | None = None  # of each head, before it is turned (Qwen3)
+    k_norm: Norm | None = None
+
+
 class Ops(Protocol):
-    """Pointwise and small fused operations of a transformer layer. Where the native CPU kernels are in use, weights may
-    be packed (``packing.py``): uint8 [out, bytes a row]."""
+    """Pointwise and small fused operations of a transformer layer."""
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         """Rows ``ids`` int64 [T] of weight [vocab, hidden_size] times ``scale`` -> [T, hidden_size]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H] -> [T, H], statistics in fp32. This and every other norm weight may be fp32 whatever x is."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """x [T, H] -> [T, H]."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual); may overwrite both inputs. x: [T, H], or what ``add_linear``
         has left pending."""
         ...
@@ -125,77 +147,39 @@ class Ops(Protocol):
         """As ``silu_mul``, with GELU in its tanh form."""
         ...
 
-    def rope_store(
-        self,
-        qkv: Tensor,  # [T, (q_heads + 2 kv_heads) * D]
-        positions: Tensor,  # int32 [T]
-        cos_sin: Tensor,  # fp32 [max_positions, rotary_dim]: cosines, then sines (half-rotation, "neox" pairs)
-        slots: Tensor,  # int64 [T]: page * page_size + offset
-        k_cache: Tensor,  # [pages, page_size, kv_heads, D]
-        v_cache: Tensor,
-        q_norm: Tensor | None,  # [D]: per-head RMS norm before RoPE (Qwen3), or None
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """Split qkv, norm heads if asked, rotate q and k, store k and v by slot; return q [T, q_heads, D].
-        Slots below 0 are padding and are not stored."""
+    def rope_store(self, qkv: Tensor, places: HeadPlaces) -> Tensor:
+        """Split qkv [T, (q_heads + 2 kv_heads) * D], norm heads if asked, rotate q and k, store k and v by slot; return
+        q [T, q_heads, D]."""
         ...
 
     def project(
-        self,
-        stream: Tensor,  # [T, H], the residual stream; may be overwritten
-        pending: Tensor | None,  # what is still to be added to it, as ``add_linear`` has returned it
-        norm: Tensor,  # [H]
-        eps: float,
-        weight: Tensor,  # [out, H]; gated: [2 out, H], first the gates
-        bias: Tensor | None = None,
-        gated: bool = False,
+        self, stream: Tensor, pending: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None, *, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return (the stream with nothing pending, rms_norm(stream) @ weight.T (+ bias) [T, out]), or, if ``gated``,
-        silu(gate) * up of that product."""
+        """How a half of a layer begins: (the stream with nothing pending, rms_norm(stream) @ weight.T (+ bias)
+        [T, out]), or, if ``gated``, silu(gate) * up of that product, where weight is [2 out, H], first the gates.
+        ``stream``: [T, H], the residual stream, may be overwritten; ``pending``: what is still to be added to it, as
+        ``add_linear`` has returned it."""
         ...
 
-    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, y: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """y [T, in] @ weight[out, in].T (+ bias) [T, out], where a layer gives back to the stream."""
         ...
 
-    def project_quantized(
-        self,
-        stream: Tensor,
-        pending: Tensor | None,
-        norm: Tensor,
-        eps: float,
-        matrix: QuantizedMatrix,
-        bias: Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """As ``project``, with a matrix of 8 or 4 bits a weight."""
-        ...
-
-    def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
-        """As ``linear``, of a matrix of 8 or 4 bits a weight."""
-        ...
-
     def add_linear(
-        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Add y [T, in] @ weight[H, in].T (+ bias) to the stream: at once where that is free, else left pending for
         ``project`` or ``add_rms_norm``, as [T, H] or in parts [P, T, H]. Return (stream, pending)."""
         ...
 
     def experts(
-        self,
-        x: Tensor,  # [T, H]
-        router: Tensor,  # [E, H]
-        gate_up: Tensor,  # [E, 2 I, H], first the gates
-        down: Tensor,  # [E, H, I]
-        per_token: int,
-        normalized: bool,
-        slots: Tensor,  # int64 [T]: below 0 for padding, whose answer is anything
+        self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, per_token: int, normalized: bool, slots: Tensor
     ) -> Tensor:
-        """What a mixture of E networks answers: of softmax(x @ router.T) the ``per_token`` largest choose networks for
-        each token and are their weights, made to sum up to 1 if ``normalized``; network e is silu(gate) * up of
-        x @ gate_up[e].T, @ down[e].T. Returns what is to be added to the stream, [T, H] or in parts [P, T, H]."""
+        """What a mixture of E networks answers to x [T, H]: of softmax(x @ router[E, H].T) the ``per_token`` largest
+        choose networks for each token and are their weights, made to sum up to 1 if ``normalized``; network e is
+        silu(gate) * up of x @ gate_up[e].T, @ down[e].T, with gate_up [E, 2 I, H], first the gates, and down [E, H, I].
+        ``slots`` int64 [T]: below 0 for padding, whose answer is anything. Returns what is to be added to the stream,
+        [T, H] or in parts [P, T, H]."""
         ...
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -204,12 +188,12 @@ class Ops(Protocol):
         ...
 
 
-def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     """How ``Ops.project`` begins where no kernel does it along with the product: (rms_norm(stream), the stream), both
     with nothing pending."""
     if pending is None:
-        return ops.rms_norm(stream, norm, eps), stream
-    return ops.add_rms_norm(pending, stream, norm, eps)
+        return ops.rms_norm(stream, norm), stream
+    return ops.add_rms_norm(pending, stream, norm)
 
 
 class DecodeInputs(Protocol):

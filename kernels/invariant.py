@@ -26,7 +26,7 @@ BLOCK_ROWS = 16
 class InvariantOps(TorchOps):
     """Products in blocks of ``BLOCK_ROWS`` rows, the last one padded; all else is done row by row anyway."""
 
-    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _product(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_rows = len(y)
         padded = F.pad(y, (0, 0, 0, -num_rows % BLOCK_ROWS))
         out = torch.empty(len(padded), len(weight), dtype=y.dtype, device=y.device)

@@ -11,12 +11,13 @@ import ctypes
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.interface import AttentionShape, BatchLayout, HeadPlaces, Norm, Weight
 from radixserve.kernels.native_library import NativeLibrary, Op, Step, address
 from radixserve.kernels.packing import kind_of
 from radixserve.kernels.torch_ops import TorchOps
@@ -119,19 +120,20 @@ class NativeOps(TorchOps):
         self.emit(op, Step(tokens=len(ids), ids=address(ids)), weight)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         if not _is_native(x):
-            return super().rms_norm(x, weight, eps)
+            return super().rms_norm(x, norm)
         out = self.empty(*x.shape)
-        op = Op(kind=_NORM, cols=x.shape[1], eps=eps, norm=address(weight), input=address(x), output=address(out))
-        self.emit(op, Step(tokens=len(x)), weight)
+        op = Op(kind=_NORM, cols=x.shape[1], eps=norm.eps, norm=address(norm.weight))
+        op.input, op.output = address(x), address(out)
+        self.emit(op, Step(tokens=len(x)), norm.weight)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if not _is_native(x):
-            return super().add_rms_norm(x, residual, weight, eps)
+            return super().add_rms_norm(x, residual, norm)
         self._add(x, residual)
-        return self.rms_norm(residual, weight, eps), residual
+        return self.rms_norm(residual, norm), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate(gate_up, _SILU_MUL) if _is_native(gate_up) else super().silu_mul(gate_up)
@@ -139,60 +141,45 @@ class NativeOps(TorchOps):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate(gate_up, _GELU_MUL) if _is_native(gate_up) else super().gelu_mul(gate_up)
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
+    def rope_store(self, qkv: Tensor, places: HeadPlaces) -> Tensor:
+        positions, cos_sin, slots, k_cache, v_cache, q_norm, k_norm = places
         kv_heads, head_dim = k_cache.shape[-2:]
         q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
         out = self.empty(len(qkv), q_heads * head_dim)
-        op = Op(kind=_ROPE_STORE, eps=eps, rotary_dim=cos_sin.shape[1], q_heads=q_heads)
+        op = Op(kind=_ROPE_STORE, rotary_dim=cos_sin.shape[1], q_heads=q_heads)
         _set_cache(op, k_cache, v_cache)
         op.input, op.output, op.cos_sin = address(qkv), address(out), address(cos_sin)
-        op.q_norm, op.k_norm = address(q_norm), address(k_norm)
+        norms = [norm.weight for norm in (q_norm, k_norm) if norm]
+        if q_norm and k_norm:
+            op.q_norm, op.k_norm, op.eps = address(q_norm.weight), address(k_norm.weight), q_norm.eps
         step = Step(tokens=len(qkv), positions=address(positions), slots=address(slots))
-        self.emit(op, step, cos_sin, q_norm, k_norm, k_cache, v_cache)
+        self.emit(op, step, cos_sin, k_cache, v_cache, *norms)
         return out.view(len(qkv), q_heads, head_dim)
 
     def project(
-        self,
-        stream: Tensor,
-        pending: Tensor | None,
-        norm: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        gated: bool = False,
+        self, stream: Tensor, pending: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None, *, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        if weight.dtype != torch.uint8:
-            return super().project(stream, pending, norm, eps, weight, bias, gated)
+        if not _is_packed(weight):
+            return super().project(stream, pending, norm, weight, bias, gated=gated)
         if pending is not None:
             self._add(pending, stream)
         out = self.empty(len(stream), len(weight) // 2 if gated else len(weight))
         op = _linear(stream, weight, bias, out, _SILU_MUL if gated else _PUT)
-        op.norm, op.eps = address(norm), eps
-        self.emit(op, Step(tokens=len(stream)), weight, bias, norm)
+        op.norm, op.eps = address(norm.weight), norm.eps
+        self.emit(op, Step(tokens=len(stream)), weight, bias, norm.weight)
         return stream, out
 
-    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.dtype != torch.uint8:
+    def linear(self, y: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if not _is_packed(weight):
             return super().linear(y, weight, bias)
         out = self.empty(len(y), len(weight))
         self.emit(_linear(y, weight, bias, out, _PUT), Step(tokens=len(y)), weight, bias)
         return out
 
     def add_linear(
-        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        if weight.dtype != torch.uint8:
+        if not _is_packed(weight):
             return super().add_linear(stream, y, weight, bias)
         self.emit(_linear(y, weight, bias, stream, _ADD), Step(tokens=len(y)), weight, bias)
         return stream, None
@@ -248,6 +235,10 @@ class NativeAttention:
         self._step.tokens = num_tokens
         self._ops.emit(op, self._step, k_cache, v_cache)
         return out.view(num_tokens, q_heads, head_dim)
+
+
+def _is_packed(weight: Weight) -> TypeGuard[Tensor]:
+    return isinstance(weight, Tensor) and weight.dtype == torch.uint8
 
 
 def _is_native(x: Tensor) -> bool:

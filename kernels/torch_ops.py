@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels.interface import norm_of_stream
+from radixserve.kernels.interface import HeadPlaces, Norm, Weight, norm_of_stream
 from radixserve.kernels.quantized import FP8, QuantizedMatrix
 
 # More tokens than ever lie within one bf16 rounding step of the largest logit.
@@ -20,14 +20,15 @@ class TorchOps:
         rows = F.embedding(ids, weight)
         return rows if scale == 1.0 else rows * scale
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        weight, eps = norm
         if weight.dtype != x.dtype:
             return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         residual.add_(x)
-        return self.rms_norm(residual, weight, eps), residual
+        return self.rms_norm(residual, norm), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -37,77 +38,40 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        kv_heads, head_dim = k_cache.shape[-2:]
+    def rope_store(self, qkv: Tensor, places: HeadPlaces) -> Tensor:
+        kv_heads, head_dim = places.k_cache.shape[-2:]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         q_heads = heads.shape[1] - 2 * kv_heads
         q_and_k, v = heads[:, : q_heads + kv_heads], heads[:, q_heads + kv_heads :]
-        if q_norm is not None and k_norm is not None:
+        if places.q_norm is not None and places.k_norm is not None:
             q, k = q_and_k[:, :q_heads], q_and_k[:, q_heads:]
-            q_and_k = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
-        q_and_k = _rotate(q_and_k, cos_sin.index_select(0, positions))
-        _store(q_and_k[:, q_heads:], v, slots, k_cache, v_cache)
+            q_and_k = torch.cat((self.rms_norm(q, places.q_norm), self.rms_norm(k, places.k_norm)), dim=1)
+        q_and_k = _rotate(q_and_k, places.cos_sin.index_select(0, places.positions))
+        _store(q_and_k[:, q_heads:], v, places.slots, places.k_cache, places.v_cache)
         return q_and_k[:, :q_heads]
 
     def project(
-        self,
-        stream: Tensor,
-        pending: Tensor | None,
-        norm: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        gated: bool = False,
+        self, stream: Tensor, pending: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None, *, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
-        product = self.linear(normed, weight, bias)
-        return stream, self.silu_mul(product) if gated else product
+        normed, stream = norm_of_stream(self, stream, pending, norm)
+        return stream, self._gated_linear(normed, weight, bias) if gated else self.linear(normed, weight, bias)
 
-    def linear(self, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, y: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return self._product(y, weight.dequantized(y.dtype) if isinstance(weight, QuantizedMatrix) else weight, bias)
+
+    def _product(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(y, weight, bias)
 
-    def project_quantized(
-        self,
-        stream: Tensor,
-        pending: Tensor | None,
-        norm: Tensor,
-        eps: float,
-        matrix: QuantizedMatrix,
-        bias: Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        normed, stream = norm_of_stream(self, stream, pending, norm, eps)
-        product = self.quantized_linear(normed, matrix, bias)
-        return stream, self.silu_mul(product) if gated else product
-
-    def quantized_linear(self, y: Tensor, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
-        return self.linear(y, matrix.dequantized(y.dtype), bias)
+    def _gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        return self.silu_mul(self.linear(x, weight, bias))
 
     def add_linear(
-        self, stream: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         return stream, self.linear(y, weight, bias)
 
     def experts(
-        self,
-        x: Tensor,
-        router: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        per_token: int,
-        normalized: bool,
-        slots: Tensor,
+        self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, per_token: int, normalized: bool, slots: Tensor
     ) -> Tensor:
         """The tokens of one expert are one product; how many each has must be known on the host, so on a device this
         waits for it."""

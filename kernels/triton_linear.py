@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from radixserve.kernels.interface import Norm
+
 
 @triton.jit
 def _finish(value, gate, add_ptr, out_ptr, spot, mask, GATED: tl.constexpr, ADD: tl.constexpr):
@@ -165,8 +167,7 @@ def fused_linear(
     x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]; [2 N, K] if gated: gate projection, then up projection
     *,
-    norm: Tensor | None = None,  # [K]; only if M is 1
-    eps: float = 0.0,
+    norm: Norm | None = None,  # only if M is 1
     gated: bool = False,
     residual: Tensor | None = None,  # [M, N]
     out: Tensor | None = None,  # [M, N], of x's type by default
@@ -187,10 +188,10 @@ def fused_linear(
     _gemv[(triton.cdiv(n, block_n),)](
         x,
         weight,
-        x if norm is None else norm,
+        norm.weight if norm else x,
         x if residual is None else residual,
         out,
-        eps,
+        norm.eps if norm else 0.0,
         n,
         K=k,
         BLOCK_N=block_n,

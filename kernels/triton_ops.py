@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from radixserve.kernels.interface import HeadPlaces, Norm
+
 
 @triton.jit
 def _rms_norm(
@@ -123,7 +125,7 @@ def _rope_store(
     tl.store(v_ptr + spot + (k_head - KV_HEADS) * D, value, mask=kept & is_v[:, None])
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, pdl: bool) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm, residual: Tensor | None, pdl: bool) -> Tensor:
     """Norm of x [T, H], or of x + residual, which then replaces ``residual``; x may come in parts [P, T, H]."""
     parts = x.shape[0] if x.dim() == 3 else 1
     tokens, size = x.shape[-2:]
@@ -132,9 +134,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, pdl
     _rms_norm[(tokens,)](
         x,
         x if residual is None else residual,
-        weight,
+        norm.weight,
         out,
-        eps,
+        norm.eps,
         tokens * size,
         PARTS=parts,
         SIZE=size,
@@ -166,20 +168,10 @@ def _activate(gate_up: Tensor, *, gelu: bool, pdl: bool) -> Tensor:
     return out
 
 
-def rope_store(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    pdl: bool,
-) -> Tensor:
+def rope_store(qkv: Tensor, places: HeadPlaces, pdl: bool) -> Tensor:
     """See ``Ops.rope_store``."""
-    kv_heads, head_dim = k_cache.shape[-2:]
+    q_norm, k_norm = places.q_norm, places.k_norm
+    kv_heads, head_dim = places.k_cache.shape[-2:]
     tokens, width = qkv.shape
     q_heads = width // head_dim - 2 * kv_heads
     q = qkv.new_empty(tokens, q_heads, head_dim)
@@ -187,20 +179,20 @@ def rope_store(
     heads = max(1, 1024 // block_d)
     _rope_store[(tokens, triton.cdiv(q_heads + 2 * kv_heads, heads))](
         qkv,
-        positions,
-        cos_sin,
-        slots,
-        qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
+        places.positions,
+        places.cos_sin,
+        places.slots,
+        q_norm.weight if q_norm else qkv,
+        k_norm.weight if k_norm else qkv,
         q,
-        k_cache,
-        v_cache,
-        eps,
+        places.k_cache,
+        places.v_cache,
+        q_norm.eps if q_norm else 0.0,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         D=head_dim,
         BLOCK_D=block_d,
-        ROTARY=cos_sin.shape[-1],
+        ROTARY=places.cos_sin.shape[-1],
         NORM=q_norm is not None,
         HEADS=heads,
         PDL=pdl,

@@ -10,6 +10,7 @@ from radixserve.engine.layers.linear import Linear
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.layers.parameter import empty_parameter
 from radixserve.engine.model_spec import ExpertsSpec, ModelSpec
+from radixserve.kernels.interface import norm_of_stream
 
 
 class Experts(nn.Module):
@@ -37,14 +38,6 @@ class SparseMLP(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Add the networks' answer to the normed stream [T, H] to the stream."""
         assert out_norm is None, "no family has experts between two norms"
-        x, stream = norm.with_stream(stream, pending, ctx.ops)
-        answer = ctx.ops.experts(
-            x,
-            self.gate.weight,
-            self.experts.gate_up_proj,
-            self.experts.down_proj,
-            self.per_token,
-            self.normalized,
-            ctx.slots,
-        )
-        return stream, answer
+        x, stream = norm_of_stream(ctx.ops, stream, pending, norm.rule)
+        stacks = self.experts.gate_up_proj, self.experts.down_proj
+        return stream, ctx.ops.experts(x, self.gate.weight, *stacks, self.per_token, self.normalized, ctx.slots)

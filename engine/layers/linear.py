@@ -9,14 +9,39 @@ from torch import Tensor, nn
 
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.layers.parameter import empty_parameter
-from radixserve.kernels.interface import Ops
+from radixserve.kernels.interface import Ops, Weight
 from radixserve.kernels.quantized import Form, QuantizedMatrix
 
 _TENSORS = ("values", "scales", "zeros", "order")  # of a QuantizedMatrix
 
 
-class Linear(nn.Module):
-    """y = x W^T (+ b), weight [out, in]."""
+class Projection(nn.Module):
+    """y = x W^T (+ b). ``parts``: where several matrices of one input are merged, the checkpoint's names and output
+    sizes, in row order; else empty."""
+
+    parts: Mapping[str, int] = {}
+    bias: nn.Parameter | None
+
+    @property
+    def matrix(self) -> Weight:
+        """W, [out, in]."""
+        raise NotImplementedError
+
+    def after_norm(
+        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Apply to the norm of the residual stream, see ``Ops.project``: (the stream, the product)."""
+        return ops.project(stream, pending, norm.rule, self.matrix, self.bias, gated=gated)
+
+    def add_to(self, stream: Tensor, x: Tensor, out_norm: RMSNorm | None, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        """Add the product, or its norm, to the stream, see ``Ops.add_linear``: (the stream, what is pending)."""
+        if out_norm is not None:
+            return stream, out_norm(ops.linear(x, self.matrix, self.bias), None, ops)
+        return ops.add_linear(stream, x, self.matrix, self.bias)
+
+
+class Linear(Projection):
+    """Of weights of one type, or packed."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype):
         super().__init__()
@@ -24,35 +49,25 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features, dtype=dtype)
         self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
 
-    def after_norm(
-        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Apply to the norm of the residual stream, see ``Ops.project``: (the stream, the product)."""
-        return ops.project(stream, pending, norm.weight, norm.eps, self.weight, self.bias, gated)
-
-    def add_to(self, stream: Tensor, x: Tensor, out_norm: RMSNorm | None, ops: Ops) -> tuple[Tensor, Tensor | None]:
-        """Add the product, or its norm, to the stream, see ``Ops.add_linear``: (the stream, what is pending)."""
-        if out_norm is not None:
-            return stream, out_norm(ops.linear(x, self.weight, self.bias), None, ops)
-        return ops.add_linear(stream, x, self.weight, self.bias)
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight
 
 
 class MergedLinear(Linear):
-    """Several matrices of the same input as one. ``parts``: the checkpoint's names and output sizes, in row order."""
+    """Several matrices of the same input as one."""
 
     def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool = False, dtype: torch.dtype):
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype)
         self.parts = parts
 
 
-class QuantizedLinear(nn.Module):
-    """What stands in for a ``Linear`` whose weights are 8 or 4 bits wide. ``parts``: as of ``MergedLinear``, where it
-    stands for one; else empty."""
+class QuantizedLinear(Projection):
+    """What stands in for a ``Linear`` whose weights are 8 or 4 bits wide."""
 
     def __init__(self, linear: Linear, form: Form):
         super().__init__()
-        self.parts: Mapping[str, int] = linear.parts if isinstance(linear, MergedLinear) else {}
-        self.bias = linear.bias
+        self.parts, self.bias = linear.parts, linear.bias
         with linear.weight.device:
             matrix = QuantizedMatrix.empty(form, *linear.weight.shape)
         self._form = form
@@ -61,22 +76,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def matrix(self) -> QuantizedMatrix:
-        """[out, in]: the weights as they are."""
         return QuantizedMatrix(self._form, *(getattr(self, name) for name in _TENSORS))
-
-    def after_norm(
-        self, stream: Tensor, pending: Tensor | None, norm: RMSNorm, ops: Ops, *, gated: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """As of ``Linear``."""
-        return ops.project_quantized(stream, pending, norm.weight, norm.eps, self.matrix, self.bias, gated)
-
-    def add_to(self, stream: Tensor, x: Tensor, out_norm: RMSNorm | None, ops: Ops) -> tuple[Tensor, Tensor | None]:
-        """As of ``Linear``."""
-        product = ops.quantized_linear(x, self.matrix, self.bias)
-        return stream, product if out_norm is None else out_norm(product, None, ops)
-
-
-Projection = Linear | QuantizedLinear
 
 
 class Embedding(nn.Module):

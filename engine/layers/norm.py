@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from radixserve.engine.layers.parameter import empty_parameter
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.kernels.interface import Ops
+from radixserve.kernels.interface import Norm, Ops, norm_of_stream
 
 
 class RMSNorm(nn.Module):
@@ -18,6 +18,11 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=dtype)
         self.eps = eps
 
+    @property
+    def rule(self) -> Norm:
+        """As kernels take it."""
+        return Norm(self.weight, self.eps)
+
     @classmethod
     def of_model(cls, spec: ModelSpec, size: int, dtype: torch.dtype) -> RMSNorm:
         """Weights that are stored as their distance from 1 have more digits than 16 bits hold once 1 is added."""
@@ -25,10 +30,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, stream: Tensor, pending: Tensor | None, ops: Ops) -> Tensor:
         """Norm of the stream with what is ``pending`` added. May overwrite both."""
-        return self.with_stream(stream, pending, ops)[0]
-
-    def with_stream(self, stream: Tensor, pending: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        """As ``forward``, and the stream with nothing pending."""
-        if pending is None:
-            return ops.rms_norm(stream, self.weight, self.eps), stream
-        return ops.add_rms_norm(pending, stream, self.weight, self.eps)
+        return norm_of_stream(ops, stream, pending, self.rule)[0]

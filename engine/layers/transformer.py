@@ -9,6 +9,7 @@ from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.layers.linear import Linear, MergedLinear, Projection
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
+from radixserve.kernels.interface import HeadPlaces
 
 
 class SelfAttention(nn.Module):
@@ -19,7 +20,6 @@ class SelfAttention(nn.Module):
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.index = index
-        self.eps = spec.rms_eps
         self.window = spec.layers[index].window
         self.qkv_proj: Projection = MergedLinear(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype)
         self.o_proj: Projection = Linear(q_size, spec.hidden_size, bias=spec.o_bias, dtype=dtype)
@@ -38,17 +38,8 @@ class SelfAttention(nn.Module):
         """Add attention over the normed stream [T, H], or the norm of that, to the stream."""
         k_cache, v_cache = ctx.k_caches[self.index], ctx.v_caches[self.index]
         stream, qkv = self.qkv_proj.after_norm(stream, pending, norm, ctx.ops)
-        q = ctx.ops.rope_store(
-            qkv,
-            ctx.positions,
-            cos_sin,
-            ctx.slots,
-            k_cache,
-            v_cache,
-            self.q_norm.weight if self.q_norm else None,
-            self.k_norm.weight if self.k_norm else None,
-            self.eps,
-        )
+        norms = (norm.rule if norm else None for norm in (self.q_norm, self.k_norm))
+        q = ctx.ops.rope_store(qkv, HeadPlaces(ctx.positions, cos_sin, ctx.slots, k_cache, v_cache, *norms))
         attended = ctx.attention.run(q, k_cache, v_cache, self.window).flatten(1)
         return self.o_proj.add_to(stream, attended, out_norm, ctx.ops)
 

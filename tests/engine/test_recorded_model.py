@@ -7,7 +7,7 @@ from torch import Tensor
 
 from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.recorded_model import RecordedModel
-from radixserve.kernels.interface import AttentionShape, BatchLayout, Ops
+from radixserve.kernels.interface import AttentionShape, BatchLayout, HeadPlaces, Norm, Ops
 from radixserve.kernels.native_ops import NativeAttention, NativeOps
 from radixserve.kernels.packing import WeightKind, pack
 from radixserve.kernels.select import BackendUnavailable, select_native
@@ -35,7 +35,7 @@ class OneLayer:
     def __init__(self, doubles: str | None):
         self.doubles = doubles
         self.calls = 0
-        self.norm = torch.ones(HIDDEN)
+        self.norm = Norm(torch.ones(HIDDEN), 1e-5)
         self.embedding, self.qkv = packed(VOCAB, HIDDEN), packed(3 * HEADS * DIM, HIDDEN)
         self.out = packed(HIDDEN, HEADS * DIM)
         angles = torch.outer(torch.arange(32.0), torch.rand(DIM // 2, generator=torch.Generator().manual_seed(0)))
@@ -46,12 +46,12 @@ class OneLayer:
         stream = ctx.ops.embed(ids, self.embedding, HIDDEN)
         if self.doubles is not None:
             stream = stream * 2 if self.doubles == "new" else stream.mul_(2)
-        stream, qkv = ctx.ops.project(stream, None, self.norm, 1e-5, self.qkv)
+        stream, qkv = ctx.ops.project(stream, None, self.norm, self.qkv, None, gated=False)
         caches = ctx.k_caches[0], ctx.v_caches[0]
-        q = ctx.ops.rope_store(qkv, ctx.positions, self.cos_sin, ctx.slots, *caches, None, None, 1e-5)
+        q = ctx.ops.rope_store(qkv, HeadPlaces(ctx.positions, self.cos_sin, ctx.slots, *caches))
         attended = ctx.attention.run(q, *caches).flatten(1)
         stream, _ = ctx.ops.add_linear(stream, attended, self.out)
-        return ctx.ops.rms_norm(stream, self.norm, 1e-5)
+        return ctx.ops.rms_norm(stream, self.norm)
 
     def logits(self, hidden: Tensor, ops: Ops, out: Tensor | None = None) -> Tensor:
         return ops.logits(hidden, self.embedding, out)

@@ -68,7 +68,7 @@ def one_group(num_seqs: int, shared_len: int) -> PrefixGroups:
 @pytest.mark.parametrize("num_shared", [0, 3])  # pages with which all rows begin
 def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing(num_shared: int) -> None:
     from radixserve.kernels.cuda_ops import CudaOps
-    from radixserve.kernels.interface import AttentionShape, BatchLayout
+    from radixserve.kernels.interface import AttentionShape, BatchLayout, HeadPlaces, Norm
     from radixserve.kernels.torch_attention import TorchAttention
     from radixserve.kernels.torch_ops import TorchOps
     from radixserve.kernels.triton_attention import TritonDecodeAttention
@@ -78,6 +78,7 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing(num
 
     device = torch.device("cuda")
     model, ops = TinyModel(device), CudaOps(pdl=True)
+    norm, head_norm = Norm(model.norm, 1e-6), Norm(model.norm[:DIM], 1e-6)
     rng = np.random.default_rng(3)
     table_host = rng.permutation(MAX_ROWS * COLUMNS).astype(np.int32).reshape(MAX_ROWS, COLUMNS)
     table_host[:, :num_shared] = table_host[0, :num_shared]
@@ -101,16 +102,12 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing(num
             sharing.plan_decode(layout_of(rows, kv_lens), shared, len(rows))
         x, pending = torch.nn.functional.embedding(ids, model.embedding), None
         for cache, qkv_weight, out_weight in zip(caches, model.qkv, model.out, strict=True):
-            x, qkv = ops.project(x, pending, model.norm, 1e-6, qkv_weight)
-            q = ops.rope_store(
-                qkv, positions, model.cos_sin, slots, cache[0], cache[1], model.norm[:DIM], model.norm[:DIM], 1e-6
-            )
+            x, qkv = ops.project(x, pending, norm, qkv_weight, None, gated=False)
+            q = ops.rope_store(qkv, HeadPlaces(positions, model.cos_sin, slots, *cache, head_norm, head_norm))
             attended = torch.empty_like(q)
             (attention if shared is None else sharing).run_decode(q, cache[0], cache[1], attended)
             x, pending = ops.add_linear(x, attended.flatten(1), out_weight)
-        normed = (
-            ops.rms_norm(x, model.norm, 1e-6) if pending is None else ops.add_rms_norm(pending, x, model.norm, 1e-6)[0]
-        )
+        normed = ops.rms_norm(x, norm) if pending is None else ops.add_rms_norm(pending, x, norm)[0]
         return sample(ops.logits(normed, model.embedding), rows, greedy, seeds_top_ks, kv_lens, last_tokens)
 
     plain_caches, plain, oracle = (
@@ -141,12 +138,10 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing(num
         slots = table[rows.long(), positions.long() // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
         x = torch.nn.functional.embedding(ids, model.embedding)
         for cache, qkv_weight, out_weight in zip(plain_caches, model.qkv, model.out, strict=True):
-            qkv = torch.nn.functional.linear(plain.rms_norm(x, model.norm, 1e-6), qkv_weight)
-            q = plain.rope_store(
-                qkv, positions, model.cos_sin, slots, cache[0], cache[1], model.norm[:DIM], model.norm[:DIM], 1e-6
-            )
+            qkv = torch.nn.functional.linear(plain.rms_norm(x, norm), qkv_weight)
+            q = plain.rope_store(qkv, HeadPlaces(positions, model.cos_sin, slots, *cache, head_norm, head_norm))
             x = x + torch.nn.functional.linear(oracle.run(q, cache[0], cache[1]).flatten(1), out_weight)
-        return plain.logits(plain.rms_norm(x, model.norm, 1e-6), model.embedding)
+        return plain.logits(plain.rms_norm(x, norm), model.embedding)
 
     graphs = DecodeGraphs(decode, [1, 4, 12], MAX_ROWS, device, sharing.rule.tile_members if num_shared else None)
     assert not graphs.fits(1)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels.interface import AttentionKernel, AttentionShape, BatchLayout
+from radixserve.kernels.interface import AttentionKernel, AttentionShape, BatchLayout, Norm
 from radixserve.kernels.torch_attention import TorchAttention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,13 +43,13 @@ def test_a_row_of_a_product_is_the_same_in_every_batch(mode: str, n: int, k: int
     ops = InvariantCudaOps(pdl=not INTERPRETED)
     rows, gated = 150, mode == "gated"
     x, weight = randn(rows, k), randn(n * (1 + gated), k)
-    residual, bias, norm = randn(rows, n), randn(n), torch.ones(k, device=DEVICE).to(DTYPE)
+    residual, bias, norm = randn(rows, n), randn(n), Norm(torch.ones(k, device=DEVICE).to(DTYPE), 1e-6)
 
     def product(chosen: Sequence[int]) -> Tensor:
         some = x[list(chosen)]
         match mode:
             case "gated":
-                return ops.project(some, None, norm, 1e-6, weight, gated=True)[1]
+                return ops.project(some, None, norm, weight, None, gated=True)[1]
             case "residual":
                 return ops.add_linear(residual[list(chosen)], some, weight)[0]
             case "logits":
@@ -75,12 +75,12 @@ def test_a_token_gets_the_same_from_its_experts_in_every_batch() -> None:
     tokens, count, hidden, inner = 40, 6, 64, 48
     x, router = randn(tokens, hidden), randn(count, hidden) / hidden**0.5
     gate_up, down = randn(count, 2 * inner, hidden) / hidden**0.5, randn(count, hidden, inner) / inner**0.5
-    norm, slots = torch.ones(hidden, device=DEVICE).to(DTYPE), torch.arange(tokens, device=DEVICE)
+    norm, slots = Norm(torch.ones(hidden, device=DEVICE).to(DTYPE), 1e-6), torch.arange(tokens, device=DEVICE)
 
     def stream(chosen: Sequence[int]) -> Tensor:
         some = x[list(chosen)]
         answer = ops.experts(some, router, gate_up, down, 2, True, slots[: len(some)])
-        return ops.add_rms_norm(answer, some.clone(), norm, 1e-6)[1]
+        return ops.add_rms_norm(answer, some.clone(), norm)[1]
 
     whole = stream(range(tokens))
     for chosen in ([0], [39], range(3, 20), range(39, -1, -1), [7] * 35):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.interface import AttentionShape, BatchLayout, HeadPlaces, Norm
 from radixserve.kernels.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
@@ -174,15 +174,18 @@ def test_norms_and_activation_equal_torch(tokens: int, size: int) -> None:
 
     x, residual, weight = randn(tokens, size), randn(tokens, size), randn(size)
     total = x.float() + residual.float()
-    assert error(rms_norm(x, weight, 1e-6, None, True), F.rms_norm(x.float(), (size,), weight.float(), 1e-6)) < 1e-2
-    normed = rms_norm(x, weight, 1e-6, residual, True)
+    assert (
+        error(rms_norm(x, Norm(weight, 1e-6), None, True), F.rms_norm(x.float(), (size,), weight.float(), 1e-6)) < 1e-2
+    )
+    normed = rms_norm(x, Norm(weight, 1e-6), residual, True)
     assert error(residual, total) < 1e-2
     assert error(normed, F.rms_norm(total, (size,), weight.float(), 1e-6)) < 1e-2
     gate_up = randn(tokens, 2 * size)
     gate, up = gate_up.float().chunk(2, dim=-1)
     assert error(silu_mul(gate_up, True), F.silu(gate) * up) < 1e-2
     assert error(gelu_mul(gate_up, True), F.gelu(gate, approximate="tanh") * up) < 1e-2
-    assert error(rms_norm(x, weight.float(), 1e-6, None, True), F.rms_norm(x, weight.shape, weight, 1e-6)) < 1e-2
+    wide = Norm(weight.float(), 1e-6)
+    assert error(rms_norm(x, wide, None, True), F.rms_norm(x, weight.shape, weight, 1e-6)) < 1e-2
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "rotary"), [(16, 8, 128, 128), (9, 3, 64, 64), (4, 4, 96, 48)])
@@ -200,20 +203,13 @@ def test_rope_store_equals_torch_and_skips_padding(
     slots = torch.randperm(160, device=DEVICE)[:tokens]
     slots[5] = slots[36] = -1
     cos_sin = randn(900, rotary, dtype=torch.float32)
-    norms = (randn(dim), randn(dim)) if qk_norm else (None, None)
+    norms = [Norm(randn(dim), 1e-6), Norm(randn(dim), 1e-6)] if qk_norm else []
     caches = [randn(10, 16, kv_heads, dim) for _ in range(2)]
     expected = [cache.float() for cache in caches]
-    q = rope_store(qkv, positions, cos_sin, slots, caches[0], caches[1], *norms, 1e-6, True)
-    wide = (
-        qkv.float(),
-        positions,
-        cos_sin,
-        slots,
-        *expected,
-        *(None if norm is None else norm.float() for norm in norms),
-        1e-6,
-    )
-    assert error(q, TorchOps().rope_store(*wide)) < 1e-2
+    q = rope_store(qkv, HeadPlaces(positions, cos_sin, slots, *caches, *norms), True)
+    wide_norms = [Norm(norm.weight.float(), norm.eps) for norm in norms]
+    wide = HeadPlaces(positions, cos_sin, slots, *expected, *wide_norms)
+    assert error(q, TorchOps().rope_store(qkv.float(), wide)) < 1e-2
     assert error(caches[0], expected[0]) < 1e-2
     assert error(caches[1], expected[1]) < 1e-2
 
@@ -321,15 +317,15 @@ def test_fused_linear_equals_torch(m: int, n: int, k: int, mode: str) -> None:
     from radixserve.kernels.triton_linear import fused_linear
 
     gated = mode == "gated"
-    x, weight, norm = randn(m, k), randn(n * (1 + gated), k) / k**0.5, randn(k) if m == 1 else None
+    x, weight, norm = randn(m, k), randn(n * (1 + gated), k) / k**0.5, Norm(randn(k), 1e-6) if m == 1 else None
     residual = randn(m, n) if mode == "residual" else None
-    normed = x.float() if norm is None else F.rms_norm(x.float(), (k,), norm.float(), 1e-6)
+    normed = x.float() if norm is None else F.rms_norm(x.float(), (k,), norm.weight.float(), 1e-6)
     reference = normed @ weight.float().t()
     if gated:
         reference = F.silu(reference[:, :n]) * reference[:, n:]
     if residual is not None:
         reference += residual.float()
-    assert error(fused_linear(x, weight, norm=norm, eps=1e-6, gated=gated, residual=residual), reference) < 1e-2
+    assert error(fused_linear(x, weight, norm=norm, gated=gated, residual=residual), reference) < 1e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 65, 200, 300])
@@ -337,16 +333,16 @@ def test_fused_linear_equals_torch(m: int, n: int, k: int, mode: str) -> None:
 def test_projections_of_the_stream_equal_torch(tokens: int, hidden: int, inner: int) -> None:
     from radixserve.kernels.cuda_ops import CudaOps
 
-    stream, y, norm = randn(tokens, hidden), randn(tokens, inner), randn(hidden)
+    stream, y, norm = randn(tokens, hidden), randn(tokens, inner), Norm(randn(hidden), 1e-6)
     down, gate_up = randn(hidden, inner) / inner**0.5, randn(2 * inner, hidden) / hidden**0.5
     wide = stream.float() + y.float() @ down.float().t()
-    normed = F.rms_norm(wide, (hidden,), norm.float(), 1e-6)
+    normed = F.rms_norm(wide, (hidden,), norm.weight.float(), 1e-6)
     gate, up = (normed @ gate_up.float().t()).chunk(2, dim=-1)
     ops = CudaOps(pdl=True)
     added, pending = ops.add_linear(stream.clone(), y, down)
-    added, product = ops.project(added, pending, norm, 1e-6, gate_up, gated=True)
+    added, product = ops.project(added, pending, norm, gate_up, None, gated=True)
     assert error(added, wide) < 1e-2
     assert error(product, F.silu(gate) * up) < 2e-2
     added, pending = ops.add_linear(stream.clone(), y, down)
     if pending is not None:
-        assert error(ops.add_rms_norm(pending, added, norm, 1e-6)[0], normed) < 1e-2
+        assert error(ops.add_rms_norm(pending, added, norm)[0], normed) < 1e-2

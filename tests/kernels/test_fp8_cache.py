@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.interface import AttentionShape, BatchLayout, HeadPlaces, Norm
 from radixserve.kernels.quantized import FP8
 from radixserve.kernels.torch_attention import TorchAttention
 from radixserve.kernels.torch_ops import TorchOps
@@ -79,7 +79,7 @@ def test_torch_stores_rounded_keys_and_values_and_skips_padding() -> None:
     angles = torch.rand(8, 8, device=DEVICE)
     rotation = torch.cat((angles.cos(), angles.sin()), -1)
     for caches in ((k_cache, v_cache), (wide_k, wide_v)):
-        TorchOps().rope_store(qkv, positions, rotation, slots, *caches, None, None, 1e-6)
+        TorchOps().rope_store(qkv, HeadPlaces(positions, rotation, slots, *caches))
     assert torch.equal(k_cache.float(), wide_k.to(FP8).float()) and torch.equal(v_cache.float(), wide_v.to(FP8).float())
     assert k_cache.float().abs().sum((2, 3)).count_nonzero() == 3
 
@@ -130,10 +130,10 @@ def test_triton_stores(with_norms: bool) -> None:
     slots = torch.tensor([3, 17, -1, 30, 31, 32, 5, 63, 0], device=DEVICE)
     angles = torch.rand(16, dim // 2, device=DEVICE)
     rotation = torch.cat((angles.cos(), angles.sin()), -1)
-    norms = (randn(dim), randn(dim)) if with_norms else (None, None)
+    norms = [Norm(randn(dim), 1e-6), Norm(randn(dim), 1e-6)] if with_norms else []
     ours, theirs = ([torch.zeros(4, PAGE, kv_heads, dim, device=DEVICE).to(FP8) for _ in range(2)] for _ in range(2))
-    q = triton_ops.rope_store(qkv, positions, rotation, slots, *ours, *norms, 1e-6, pdl=not INTERPRETED)
-    reference = TorchOps().rope_store(qkv, positions, rotation, slots, *theirs, *norms, 1e-6)
+    q = triton_ops.rope_store(qkv, HeadPlaces(positions, rotation, slots, *ours, *norms), pdl=not INTERPRETED)
+    reference = TorchOps().rope_store(qkv, HeadPlaces(positions, rotation, slots, *theirs, *norms))
     assert q.shape == (9, q_heads, dim) and error(q, reference) < TOLERANCE
     for our, their in zip(ours, theirs, strict=True):
         # Where the last bit of a wide number differs, the narrow one may be the next.

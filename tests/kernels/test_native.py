@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radixserve.engine.gguf_weights import pack_gguf
 from radixserve.kernels import native_library
+from radixserve.kernels.interface import HeadPlaces, Norm
 from radixserve.kernels.native_library import NativeLibrary, NativeUnavailable
 from radixserve.kernels.native_ops import NativeOps
 from radixserve.kernels.packing import WeightKind, as_packed, pack, packed_bytes, weight_room
@@ -85,16 +86,16 @@ def test_gguf_k_blocks_lose_next_to_nothing(ops: NativeOps) -> None:
 @pytest.mark.parametrize("kind", list(WeightKind))
 def test_products_with_norm_bias_gate_and_residual(ops: NativeOps, kind: WeightKind, num_tokens: int) -> None:
     """Many tokens are rounded to bf16."""
-    stream, norm, bias = randn(num_tokens, 96), randn(96) + 1, randn(48)
+    stream, norm, bias = randn(num_tokens, 96), Norm(randn(96) + 1, EPS), randn(48)
     wide, back = packed(kind, randn(48, 96)), packed(kind, randn(96, 64))
     gates, inner = packed(kind, randn(128, 96) / 10), randn(num_tokens, 64)
     floats = [unpacked(ops, weight, cols) for weight, cols in ((wide, 96), (gates, 96), (back, 64))]
     torch_ops = TorchOps()
 
-    _, product = ops.project(stream, None, norm, EPS, wide, bias)
-    assert_near(product, torch_ops.project(stream, None, norm, EPS, floats[0], bias)[1], 0.06)
-    _, gated = ops.project(stream, None, norm, EPS, gates, gated=True)
-    assert_near(gated, torch_ops.project(stream, None, norm, EPS, floats[1], gated=True)[1], 0.25)
+    _, product = ops.project(stream, None, norm, wide, bias, gated=False)
+    assert_near(product, torch_ops.project(stream, None, norm, floats[0], bias, gated=False)[1], 0.06)
+    _, gated = ops.project(stream, None, norm, gates, None, gated=True)
+    assert_near(gated, torch_ops.project(stream, None, norm, floats[1], None, gated=True)[1], 0.25)
     added, pending = ops.add_linear(stream.clone(), inner, back, randn(96))
     assert pending is None
     assert_near(added, stream + inner @ floats[2].T + randn(96), 0.06)
@@ -115,22 +116,23 @@ def test_the_pulse_beats_while_products_are_computed() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_norms_around_layers_and_gates(ops: NativeOps, num_tokens: int) -> None:
-    x, residual, norm, weight = randn(num_tokens, 64), randn(num_tokens, 64, seed=1), randn(64), randn(64, 64)
+    x, residual, weight = randn(num_tokens, 64), randn(num_tokens, 64, seed=1), randn(64, 64)
+    norm = Norm(randn(64), EPS)
     torch_ops = TorchOps()
     for ours, expected in (
         (ops.silu_mul(x), torch_ops.silu_mul(x)),
         (ops.gelu_mul(x), torch_ops.gelu_mul(x)),
         *zip(
-            ops.add_rms_norm(x, residual.clone(), norm, EPS),
-            torch_ops.add_rms_norm(x, residual.clone(), norm, EPS),
+            ops.add_rms_norm(x, residual.clone(), norm),
+            torch_ops.add_rms_norm(x, residual.clone(), norm),
             strict=True,
         ),
     ):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     table = packed(WeightKind.BF16, weight)
     torch.testing.assert_close(ops.embed(torch.tensor([3]), table, 64, 2.5), weight[3:4].bfloat16().float() * 2.5)
-    stream, product = ops.project(residual.clone(), x, norm, EPS, table)
-    assert_near(product, torch_ops.rms_norm(x + residual, norm, EPS) @ weight.T, 0.06)
+    stream, product = ops.project(residual.clone(), x, norm, table, None, gated=False)
+    assert_near(product, torch_ops.rms_norm(x + residual, norm) @ weight.T, 0.06)
     torch.testing.assert_close(stream, x + residual)
     assert_near(ops.linear(x, table), x @ weight.T, 0.06)
 
@@ -156,7 +158,7 @@ def test_a_broken_token_breaks_its_own_results_only(ops: NativeOps) -> None:
 @pytest.mark.parametrize("cache_type", [torch.float32, torch.bfloat16])
 def test_rope_and_store(ops: NativeOps, rotary_dim: int, with_norms: bool, cache_type: torch.dtype) -> None:
     qkv, angles = randn(3, (4 + 2 * 2) * 32), randn(16, rotary_dim // 2)
-    norms = (randn(32), randn(32) + 2) if with_norms else (None, None)
+    norms = [Norm(randn(32), EPS), Norm(randn(32) + 2, EPS)] if with_norms else []
     positions, slots = torch.tensor([5, 0, 9], dtype=torch.int32), torch.tensor([-1, 6, 1])
     found = []
     for kernels in (ops, TorchOps()):
@@ -164,7 +166,7 @@ def test_rope_and_store(ops: NativeOps, rotary_dim: int, with_norms: bool, cache
         if kernels is ops:
             caches = [cache.to(cache_type) for cache in caches]
         table = torch.cat((angles.cos(), angles.sin()), -1)
-        q = kernels.rope_store(qkv, positions, table, slots, *caches, *norms, EPS)
+        q = kernels.rope_store(qkv, HeadPlaces(positions, table, slots, *caches, *norms))
         found.append([q, *(cache.float() for cache in caches)])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5 if cache_type == torch.float32 else 5e-3)

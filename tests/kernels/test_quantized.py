@@ -73,8 +73,8 @@ def test_columns_in_another_order_are_multiplied_with_their_own_inputs() -> None
     assert matrix.order is not None
     plain = QuantizedMatrix(Form(4, 32), matrix.values, matrix.scales, matrix.zeros)
     x = randn(3, 64)
-    ours = TorchOps().quantized_linear(x, matrix)
-    assert error(ours, TorchOps().quantized_linear(x[:, matrix.order], plain)) < TOLERANCE
+    ours = TorchOps().linear(x, matrix)
+    assert error(ours, TorchOps().linear(x[:, matrix.order], plain)) < TOLERANCE
 
 
 def test_the_product_is_chosen_by_tokens_and_form() -> None:
@@ -99,7 +99,7 @@ def test_products_equal_torchs(form: Form, num_tokens: int) -> None:
     ops = cuda_ops.CudaOps(pdl=not INTERPRETED)
     matrix, x, bias = matrix_of(form, 50, 256), randn(num_tokens, 256), randn(50)
     for added in (None, bias):
-        assert error(ops.quantized_linear(x, matrix, added), TorchOps().quantized_linear(x, matrix, added)) < TOLERANCE
+        assert error(ops.linear(x, matrix, added), TorchOps().linear(x, matrix, added)) < TOLERANCE
 
 
 @triton_test
@@ -107,9 +107,9 @@ def test_deterministic_products_do_not_depend_on_the_batch() -> None:
     cuda_invariant = pytest.importorskip("radixserve.kernels.cuda_invariant")
     ops = cuda_invariant.InvariantCudaOps(pdl=not INTERPRETED)
     matrix, x = matrix_of(Form(4, 64), 48, 128), randn(70, 128)
-    whole = ops.quantized_linear(x, matrix)
-    assert error(whole, TorchOps().quantized_linear(x, matrix)) < TOLERANCE
-    assert all(torch.equal(ops.quantized_linear(x[i : i + 1], matrix)[0], whole[i]) for i in (0, 33, 69))
+    whole = ops.linear(x, matrix)
+    assert error(whole, TorchOps().linear(x, matrix)) < TOLERANCE
+    assert all(torch.equal(ops.linear(x[i : i + 1], matrix)[0], whole[i]) for i in (0, 33, 69))
 
 
 @triton_test
@@ -134,4 +134,4 @@ def test_scaled_products_are_within_the_rounding_of_their_inputs() -> None:
     ours = scaled_linear(x, matrix, bias, pdl=True)
     exact = quantize(x, Form(8, None)).dequantized(torch.float32) @ matrix.dequantized(torch.float32).T + bias
     assert error(ours, exact) < TOLERANCE
-    assert error(ours, TorchOps().quantized_linear(x, matrix, bias)) < 0.05
+    assert error(ours, TorchOps().linear(x, matrix, bias)) < 0.05

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from radixserve.kernels.interface import HeadPlaces, Norm
 from radixserve.kernels.torch_ops import TorchOps
 
 OPS = TorchOps()
@@ -20,10 +21,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_norm_with_residual_adds_first() -> None:
     x, residual, weight = randn(5, 32), randn(5, 32) + 1, randn(32)
     stream = x + residual
-    out, new_residual = OPS.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    out, new_residual = OPS.add_rms_norm(x.clone(), residual.clone(), Norm(weight, EPS))
     torch.testing.assert_close(new_residual, stream)
     torch.testing.assert_close(out, normed(stream, weight))
-    torch.testing.assert_close(OPS.rms_norm(x, weight, EPS), normed(x, weight))
+    torch.testing.assert_close(OPS.rms_norm(x, Norm(weight, EPS)), normed(x, weight))
 
 
 def test_gate_is_the_first_half() -> None:
@@ -45,7 +46,8 @@ def test_rope_rotates_pairs_and_stores_by_slot_but_not_padding(rotary_dim: int, 
     norms = [randn(dim), randn(dim) + 2] if with_norms else [None, None]
     k_cache, v_cache = (torch.full((2, 4, kv_heads, dim), 7.0) for _ in range(2))
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
-    q = OPS.rope_store(qkv, positions, cos_sin, slots, k_cache, v_cache, norms[0], norms[1], EPS)
+    head_norms = [Norm(weight, EPS) for weight in norms if weight is not None]
+    q = OPS.rope_store(qkv, HeadPlaces(positions, cos_sin, slots, k_cache, v_cache, *head_norms))
 
     def rotated(head: torch.Tensor, position: int, norm: torch.Tensor | None) -> torch.Tensor:
         head = head if norm is None else normed(head, norm)
