@@ -20,8 +20,8 @@ from torch import Tensor
 from radixserve.kernels.cuda_ops import CudaOps
 from radixserve.kernels.interface import HeadPlaces, Norm, norm_of_stream
 from radixserve.kernels.triton_attention import TritonDecodeAttention
+from radixserve.kernels.triton_ops import decode_inputs
 from radixserve.kernels.triton_sampling import sample
-from radixserve.kernels.triton_step import decode_inputs
 
 BF16 = torch.bfloat16
 PAGE_SIZE = 16

@@ -23,10 +23,10 @@ import torch
 from gpu_timing import graph_us, relative_error
 from torch import Tensor
 
+from radixserve.engine.decoder import create_model
 from radixserve.engine.layers.experts import Experts
 from radixserve.engine.model_config import spec_from_config
 from radixserve.engine.model_spec import ExpertsSpec, ModelSpec
-from radixserve.engine.models.registry import create_model
 from radixserve.kernels.select import select_ops
 
 BYTES_PER_S = 4.29e12  # of an H200, and what it multiplies in bf16

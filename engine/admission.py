@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from radixserve.engine.fairness import who_yields
-from radixserve.engine.policy import Policy, WaitingLine
-from radixserve.engine.prefill import MAX_UNFINISHED
+from radixserve.engine.planner import MAX_UNFINISHED
+from radixserve.engine.policy import Policy, WaitingLine, who_yields
 from radixserve.engine.request import PREFIX_KEY_TOKENS, Request
 from radixserve.engine.running import RunningRequests, unfinished
 from radixserve.kvcache.compare import common_prefix_len

@@ -13,6 +13,7 @@ import torch
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
+from radixserve.engine.decoder import CausalLM, Decoder
 from radixserve.engine.design import Design, Kernels, Sizes
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.grammars import XGrammars
@@ -21,8 +22,6 @@ from radixserve.engine.host import available_memory
 from radixserve.engine.kv_scales import scale_kv
 from radixserve.engine.load_model import load_model
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.engine.models.decoder import Decoder
-from radixserve.engine.models.registry import CausalLM
 from radixserve.engine.parallel import ParallelOps
 from radixserve.engine.profiling import ProfiledRunner
 from radixserve.engine.ranks import TorchRanks, check_no_group

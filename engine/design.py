@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine.decoder import create_model
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.host import usable_cores
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.engine.models.registry import create_model
 from radixserve.engine.profiling import make_trace_folder
 from radixserve.engine.quantized_model import check_quantization
 from radixserve.engine.sharding import Shard, local_spec

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from radixserve.engine.decoder import Decoder, DecoderLayer
 from radixserve.engine.layers.linear import Projection
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.layers.transformer import SelfAttention
-from radixserve.engine.models.decoder import Decoder, DecoderLayer
 from radixserve.kernels.interface import Weight
 from radixserve.kernels.quantized import FP8_MAX
 

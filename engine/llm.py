@@ -20,11 +20,10 @@ from radixserve.engine.build import build_engine, ignore_progress
 from radixserve.engine.built import new_scheduler
 from radixserve.engine.errors import InvalidRequest, ModelError, RadixServeError
 from radixserve.engine.interrupts import Interrupts
-from radixserve.engine.loading import explained_lack_of_memory
+from radixserve.engine.loading import explained_lack_of_memory, shown_progress
 from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, TokenEvent, TokenLogprobs
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.pipeline import StepPipeline
-from radixserve.engine.progress import shown_progress
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.detokenizer import StopStringMatcher
 from radixserve.engine.text.text_model import TextModel, load_text_model

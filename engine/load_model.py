@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.cut_weights import WeightCutter
+from radixserve.engine.decoder import Decoder, create_model
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.gguf_weights import gguf_tensors
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.engine.models.decoder import Decoder
-from radixserve.engine.models.registry import create_model
 from radixserve.engine.quantized_model import form_of, quantize_as_stored, quantize_model
 from radixserve.engine.quantized_weights import quantized_tensors
-from radixserve.engine.read_ahead import reading_ahead
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.weight_packing import model_bytes, pack_model
 from radixserve.engine.weights import Progress, StoredTensor, fill_random, load_weights, safetensors_tensors
@@ -100,3 +102,33 @@ def weight_bytes(
     if packing is not None:
         pack_model(model, packing, kinds or {})
     return model_bytes(model)
+
+
+_BYTES_AT_ONCE = 64 << 20
+
+
+@contextmanager
+def reading_ahead(paths: Sequence[Path], free_bytes: int) -> Iterator[None]:
+    """Have ``paths`` read in their order while the body runs. Not if they take more than ``free_bytes``: the kernel
+    would give up what is read first before it is used."""
+    if sum(path.stat().st_size for path in paths) > free_bytes:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_read_ahead, args=(paths, ended), name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _read_ahead(paths: Sequence[Path], ended: threading.Event) -> None:
+    for path in paths:
+        with path.open("rb") as file:
+            for start in range(0, path.stat().st_size, _BYTES_AT_ONCE):
+                if ended.is_set():
+                    return
+                # Returns once the disk is asked, which takes about as long as reading does when its queue is full.
+                os.posix_fadvise(file.fileno(), start, _BYTES_AT_ONCE, os.POSIX_FADV_WILLNEED)

@@ -1,13 +1,17 @@
-"""What frontends hear while the model loads, and what users read when there is no room for it. No torch."""
+"""While the model loads: what frontends hear, what people see of it (a bar on a terminal, lines elsewhere), and what
+they read when there is no room for it. No torch."""
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.frontends import Frontends
@@ -93,3 +97,43 @@ def _answer(frontends: Frontends, progress: Progress, done: threading.Event) -> 
         if time.monotonic() >= next_heartbeat:
             next_heartbeat = time.monotonic() + HEARTBEAT_S
             frontends.tell_all(progress.status())
+
+
+Show = Callable[[str, float], None]
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextmanager
+def shown_progress(write_line: Callable[[str], None]) -> Iterator[Show]:
+    """Scope of a ``weights.Progress`` that draws a bar if standard error is a terminal, and else writes lines."""
+    if not sys.stderr.isatty():
+        yield ProgressLines(write_line)
+        return
+    with tqdm(total=1.0, bar_format="{desc} {percentage:3.0f}%|{bar}|", leave=False) as bar:
+
+        def show(what: str, share: float) -> None:
+            is_new_phase = what.partition(":")[0] != bar.desc.partition(":")[0]
+            bar.set_description_str(what, refresh=False)
+            bar.update(share - bar.n)  # draws at most ten times a second
+            if is_new_phase:
+                bar.refresh()
+
+        yield show
+
+
+class ProgressLines:
+    """A line when a phase begins, when it is done, and every few seconds between. What is before a colon is the
+    phase."""
+
+    def __init__(self, write_line: Callable[[str], None]) -> None:
+        self._write_line = write_line
+        self._phase = ""
+        self._last_line = 0.0
+
+    def __call__(self, what: str, share: float) -> None:
+        phase, now = what.partition(":")[0], time.monotonic()
+        is_done = share >= 1.0
+        if phase == self._phase and not is_done and now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return
+        self._phase, self._last_line = phase, now
+        self._write_line(what if is_done else f"{what} ({share:.0%})")

@@ -1,4 +1,4 @@
-"""What a model is: sizes, layers, special tokens. No torch. ``model_config`` reads it, ``models.decoder`` builds it."""
+"""What a model is: sizes, layers, special tokens. No torch. ``model_config`` reads it, ``decoder`` builds it."""
 
 from __future__ import annotations
 

@@ -17,11 +17,10 @@ from radixserve.engine import lifeline
 from radixserve.engine.built import BuiltEngine, new_scheduler
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.frontends import Frontends
-from radixserve.engine.loading import answering, explained_lack_of_memory
+from radixserve.engine.loading import answering, explained_lack_of_memory, shown_progress
 from radixserve.engine.logs import announce, log_to_stderr
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
-from radixserve.engine.progress import shown_progress
 from radixserve.engine.watch import EngineWatch
 
 # Threads of CPU kernels meet some hundred times a step. When a frontend or anybody else takes a core, one that spins

@@ -8,8 +8,8 @@ import logging
 import torch
 from torch import Tensor
 
+from radixserve.engine.decoder import CausalLM
 from radixserve.engine.layers.context import ForwardContext
-from radixserve.engine.models.registry import CausalLM
 from radixserve.kernels.interface import Ops
 from radixserve.kernels.native_ops import NativeAttention, NativeOps, NotRecordable, Program
 

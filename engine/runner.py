@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixserve.engine.decoder import CausalLM
 from radixserve.engine.graphs import DecodeGraphs, MixedGraphs, shared_batch_sizes
 from radixserve.engine.layers.context import ForwardContext
+from radixserve.engine.logprobs import PromptLogprobs, ScoredChunk
 from radixserve.engine.messages import TokenLogprobs
-from radixserve.engine.models.registry import CausalLM
-from radixserve.engine.page_table import PageTable
-from radixserve.engine.prompt_logprobs import PromptLogprobs, ScoredChunk
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks
 from radixserve.engine.step import Int32s, StepPlan, StepResult
-from radixserve.engine.step_inputs import PaddedSize, StepInputs, lay_out, upload
+from radixserve.engine.step_inputs import PaddedSize, PageTable, StepInputs, lay_out, upload
 from radixserve.engine.transfer import record_event
 from radixserve.kernels.interface import AttentionKernel, BatchLayout, DecodeInputs, Ops
 from radixserve.kernels.shared_prefix import PrefixGroups, SharedTiles, pack_tiles, unpack_tiles

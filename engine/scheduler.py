@@ -19,9 +19,8 @@ from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask
 from radixserve.engine.messages import EngineStats, FinishReason, Outputs, Rejected, Submit, TokenLogprobs
 from radixserve.engine.outbox import Outbox
 from radixserve.engine.pace import PrefillPace
-from radixserve.engine.planner import StepPlanner
+from radixserve.engine.planner import StepPlanner, decode_limit
 from radixserve.engine.policy import POLICIES
-from radixserve.engine.prefill import decode_limit
 from radixserve.engine.request import Request, RequestKey, refusal
 from radixserve.engine.running import RunningRequests
 from radixserve.engine.step import Int32s, PrefillChunk, StepPlan, StepResult

@@ -77,7 +77,7 @@ def select_decode_inputs(device: torch.device) -> DecodeInputs | None:
     """The kernel that starts a captured step, or None where there are no graphs."""
     if device.type != "cuda":
         return None
-    from radixserve.kernels.triton_step import decode_inputs
+    from radixserve.kernels.triton_ops import decode_inputs
 
     return decode_inputs
 

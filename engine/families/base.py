@@ -1,4 +1,4 @@
-"""What a family of models says of itself. Everything else is the same decoder, ``models/decoder.py``."""
+"""What a family of models says of itself. Everything else is the same decoder, ``engine/decoder.py``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from radixserve.engine.errors import ModelError
-from radixserve.engine.text.byte_level import BYTE_OF_CHAR, CHAR_OF_BYTE
+from radixserve.engine.text.tokenizer import BYTE_OF_CHAR, CHAR_OF_BYTE
 
 Metadata = Mapping[str, Any]
 

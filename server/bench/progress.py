@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from radixserve.engine.progress import shown_progress
+from radixserve.engine.loading import shown_progress
 
 _LOOK_S = 0.5
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from radixserve.engine.text.conversation import Message
-from radixserve.engine.text.message_parts import PART_SEPARATOR, as_object, kind_of, string_in, text_in, wrong
+from radixserve.engine.text.conversation import PART_SEPARATOR, Message, as_object, kind_of, string_in, text_in, wrong
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, Schema, any_of, list_of, record, tagged
 from radixserve.server.protocol.to_chat import tool_call
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from radixserve.engine.text.conversation import Message
-from radixserve.engine.text.message_parts import as_object, kind_of, parsed_arguments, string_in, text_in, wrong
+from radixserve.engine.text.conversation import Message, as_object, kind_of, parsed_arguments, string_in, text_in, wrong
 from radixserve.server.protocol.schemas import JSON_TEXT, STRING, Schema, any_of, list_of, record, tagged
 from radixserve.server.protocol.to_chat import tool_call
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine.decoder import create_model
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.families.base import Family
 from radixserve.engine.families.registry import FAMILIES
@@ -15,7 +16,6 @@ from radixserve.engine.load_model import load_model, weight_bytes
 from radixserve.engine.model_config import load_spec, spec_from_config
 from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ExpertsSpec, ModelSpec
-from radixserve.engine.models.registry import create_model
 from radixserve.engine.rope_spec import LinearScaling, RopeSpec, YarnScaling
 from radixserve.engine.sharding import Shard
 from radixserve.engine.weights import load_weights, safetensors_tensors, weight_places

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixserve.engine.decoder import DecoderLayer
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.kv_scales import scale_kv
 from radixserve.engine.layers.linear import QuantizedLinear
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
-from radixserve.engine.models.decoder import DecoderLayer
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.kernels.quantized import Form, quantize
 from radixserve.tests.engine import tiny_models

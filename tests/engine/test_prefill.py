@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixserve.engine.prefill import decode_limit, share_budget
+from radixserve.engine.planner import decode_limit, share_budget
 
 
 @pytest.mark.parametrize(

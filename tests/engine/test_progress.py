@@ -1,4 +1,4 @@
-from radixserve.engine.progress import ProgressLines, shown_progress
+from radixserve.engine.loading import ProgressLines, shown_progress
 
 
 def test_a_phase_is_told_when_it_begins_and_when_it_is_done() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from radixserve.engine.read_ahead import reading_ahead
+from radixserve.engine.load_model import reading_ahead
 
 Asked = list[tuple[str, int]]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from radixserve.engine.page_table import PageTable
 from radixserve.engine.step import PrefillChunk, StepPlan
-from radixserve.engine.step_inputs import PaddedSize, lay_out, pad, upload
+from radixserve.engine.step_inputs import PaddedSize, PageTable, lay_out, pad, upload
 
 CPU = torch.device("cpu")
 

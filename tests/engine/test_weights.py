@@ -10,13 +10,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from radixserve.engine.decoder import create_model
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import read_gguf
 from radixserve.engine.gguf_weights import gguf_tensors
 from radixserve.engine.model_config import load_spec, spec_from_gguf
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.engine.models.registry import create_model
 from radixserve.engine.weights import fill_random, load_weights, safetensors_tensors, weight_places
 from radixserve.tests.engine import tiny_models
 from radixserve.tests.engine.tiny_ggufs import write_gguf

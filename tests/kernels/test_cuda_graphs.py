@@ -72,9 +72,9 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing(num
     from radixserve.kernels.torch_attention import TorchAttention
     from radixserve.kernels.torch_ops import TorchOps
     from radixserve.kernels.triton_attention import TritonDecodeAttention
+    from radixserve.kernels.triton_ops import decode_inputs
     from radixserve.kernels.triton_sampling import sample
     from radixserve.kernels.triton_shared_attention import TritonSharedAttention
-    from radixserve.kernels.triton_step import decode_inputs
 
     device = torch.device("cuda")
     model, ops = TinyModel(device), CudaOps(pdl=True)

@@ -298,7 +298,7 @@ def test_filtered_draws_stay_inside_the_set_and_reach_its_ends(
 
 
 def test_decode_inputs_find_each_rows_token_position_and_slot() -> None:
-    from radixserve.kernels.triton_step import decode_inputs
+    from radixserve.kernels.triton_ops import decode_inputs
 
     layout, _ = make_layout([5, 1, 64, 17, 0], [1] * 5, 16)
     last_tokens = torch.randint(0, 1000, (9,), device=DEVICE)

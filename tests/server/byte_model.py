@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from radixserve.engine.text.byte_level import BYTE_OF_CHAR
+from radixserve.engine.text.tokenizer import BYTE_OF_CHAR
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")  # ids from 256 on
 TEMPLATE = (

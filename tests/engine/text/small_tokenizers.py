@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from radixserve.engine.text.byte_level import CHAR_OF_BYTE
+from radixserve.engine.text.tokenizer import CHAR_OF_BYTE
 
 
 def sentencepiece_backend() -> Tokenizer:

@@ -1,1 +1,0 @@
-"""From a ``ModelSpec`` to the code that computes it."""
