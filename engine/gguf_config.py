@@ -44,6 +44,8 @@ def config_of_gguf(gguf: GGUFFile) -> dict[str, Any]:
     metadata, tensors = gguf.metadata, gguf.tensors
     prefix = f"{metadata['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if not own.get("attention.sliding_window", True):  # 0 in the files of Phi-4, which has none
+        del own["attention.sliding_window"]
     config = {key: own[name] for key, name in GGUF_KEYS.items() if name in own}
     config |= {
         "tie_word_embeddings": "output.weight" not in tensors,

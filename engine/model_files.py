@@ -132,7 +132,9 @@ def _folder(folder: Path, load_format: str) -> ModelFiles:
     if not weights and load_format != "dummy":
         if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
             raise ModelError(f"{folder} has only pickled weights, which can run code; convert them to safetensors")
-        raise ModelError(f"{folder} holds no weights (*.safetensors)")
+        raise ModelError(
+            f"{folder} holds no weights (*.safetensors); serve it with --load-format dummy for random ones"
+        )
     for path in weights:
         _check_safetensors(path)
 

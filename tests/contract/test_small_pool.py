@@ -2,9 +2,11 @@
 
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -119,15 +121,27 @@ def test_long_prompts_leave_tokens_for_a_running_stream_and_short_ones(api: Api,
     victim = Reader(api, comp_body("Once upon a time", max_tokens=60, ignore_eos=True))
     victim.wait_for(5)
     with ThreadPoolExecutor(3) as pool:
-        seen = len(victim.lines)
-        longs = [pool.submit(api.comp, [[token] + words[:420]], max_tokens=1) for token in (5, 6)]
-        time.sleep(0.2)
-        assert api.is_alive()
+        with frozen(api.server.engine_pid()):  # what is sent meanwhile arrives together, however fast the machine is
+            seen = len(victim.lines)
+            longs = [pool.submit(api.comp, [[token] + words[:420]], max_tokens=1) for token in (5, 6)]
+            time.sleep(0.2)
+            short = pool.submit(api.is_alive)
+            time.sleep(0.2)
+        assert short.result()
         assert not all(long.done() for long in longs), "a short request passes long prompts"
         assert all(long.result() for long in longs)
         # 840 tokens are at least 13 chunks, and every step has a token for the stream.
         assert len(victim.lines) - seen >= 8 or victim.lines[-1] == "[DONE]"
     assert victim.text()
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_abort_storm_leaves_nothing(api: Api) -> None:

@@ -5,7 +5,6 @@ import json
 import random
 import signal
 import subprocess
-import time
 
 import httpx
 
@@ -20,6 +19,7 @@ LONG = {
 
 
 def test_ctrl_c_in_mid_stream_frees_the_request(server: RunningServer) -> None:
+    aborted = server.stats()["aborted"]
     body = json.dumps({**LONG, "stream": True})
     command = [
         "curl",
@@ -34,9 +34,7 @@ def test_ctrl_c_in_mid_stream_frees_the_request(server: RunningServer) -> None:
         assert curl.stdout is not None
         assert curl.stdout.readline().startswith(b"data: ")
         curl.send_signal(signal.SIGINT)
-    before = time.monotonic()
-    server.wait_idle(5)
-    assert time.monotonic() - before < 5
+    assert server.wait_idle()["aborted"] == aborted + 1
 
 
 def test_client_of_a_plain_request_goes_away(server: RunningServer) -> None:
@@ -46,7 +44,7 @@ def test_client_of_a_plain_request_goes_away(server: RunningServer) -> None:
         raise AssertionError("4000 tokens within a second?")
     except httpx.ReadTimeout:
         pass
-    assert server.wait_idle(5)["aborted"] == aborted + 1
+    assert server.wait_idle()["aborted"] == aborted + 1
 
 
 def test_200_clients_that_vanish_at_random_leave_all_pages_free_or_cached(

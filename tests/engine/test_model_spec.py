@@ -199,6 +199,12 @@ def test_control_tokens_that_end_a_turn_of_a_chat_end_an_answer(tmp_path):
     assert spec_from_gguf(gguf).eos_token_ids == (1, 3)
 
 
+def test_no_window_is_0_in_the_gguf_files_of_phi_4(tmp_path):
+    for window, expected in ((0, None), (24, 24)):
+        path = gguf_with(tmp_path / f"{window}.gguf", "phi3", **{"attention.sliding_window": window})
+        assert spec_from_gguf(read_gguf(path)).windows == (expected,)
+
+
 def test_a_llama_with_experts_in_gguf_is_a_mixtral(tmp_path):
     file = read_gguf(gguf_with(tmp_path / "m.gguf", expert_count=8, expert_used_count=2))
     spec = spec_from_gguf(file)
