@@ -6,13 +6,16 @@ import argparse
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from radixserve import __version__
 from radixserve.server.commands.parser import Parser
 from radixserve.server.commands.serve import parse_flags, read_config
 
+_MODEL_LEN = 4096
 _VOCAB = 10_000  # random ids lie below, where any model has ids
 
 
@@ -30,13 +33,30 @@ def engine_parser(name: str, description: str | None) -> Parser:
     return parser
 
 
+def model_len(longest: int) -> int:
+    """Context for requests of up to ``longest`` tokens, unless --max-model-len says otherwise."""
+    return max(_MODEL_LEN, longest)
+
+
 def random_ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(_VOCAB) for _ in range(count)]
 
 
-def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(facts, indent=2) + "\n")
+def write_json(path: Path | None, name: str, arguments: Sequence[str], facts: Mapping[str, Any]) -> None:
+    """``facts``, and how benchmark ``name`` came to them, without keys."""
+    if path is None:
+        return
+    command = shlex.join(["radixserve", "bench", name, *_without_keys(arguments)])
+    path.write_text(json.dumps({"radixserve": __version__, "command": command, **facts}, indent=2) + "\n")
+
+
+def _without_keys(arguments: Sequence[str]) -> Iterator[str]:
+    words = iter(arguments)
+    for word in words:
+        if word == "--api-key":
+            next(words, None)
+        elif not word.startswith("--api-key="):
+            yield word
 
 
 def output_file(text: str) -> Path:
@@ -54,6 +74,20 @@ def positive(text: str) -> int:
     return value
 
 
+def count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def span(text: str) -> tuple[int, int]:
     """LOW:HIGH, or one number for both."""
     low, _, high = text.partition(":")
@@ -63,9 +97,11 @@ def span(text: str) -> tuple[int, int]:
     return bounds
 
 
-def numbers(text: str) -> list[float]:
-    """Positive numbers, separated by commas."""
-    values = [float(part) for part in text.split(",")]
-    if min(values) <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: not above 0")
-    return values
+def counts(text: str) -> list[int]:
+    """Separated by commas, each at least 1."""
+    return [positive(part) for part in text.split(",")]
+
+
+def rates(text: str) -> list[float]:
+    """Separated by commas, each above 0."""
+    return [above_zero(part) for part in text.split(",")]

@@ -14,7 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, write_json
+from radixserve.server.bench.arguments import engine_options, engine_parser, model_len, positive, random_ids, write_json
 from radixserve.server.commands.parser import Parser
 
 
@@ -22,7 +22,7 @@ def run(arguments: Sequence[str]) -> int:
     options, rest = build_parser().parse_known_args(arguments)
     rng = random.Random(options.seed)
     start = time.perf_counter()
-    with radixserve.LLM(**engine_options(rest, max_model_len=4096)) as llm:
+    with radixserve.LLM(**engine_options(rest, max_model_len=model_len(options.input_len + options.output_len))) as llm:
 
         def seconds(num_tokens: int) -> float:
             prompt = random_ids(rng, options.input_len)
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         "first_token_ms": round(1e3 * first, 3),
         "ms_per_further_token": round(1e3 * between, 4),
     }
-    write_json(options.json, facts)
+    write_json(options.json, "latency", arguments, facts)
     return 0
 
 

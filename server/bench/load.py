@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import uvloop
@@ -118,7 +118,12 @@ def run_load(load: Load, conversations: Sequence[Conversation]) -> list[ClientRu
     context = get_context("spawn")  # who runs this may have threads
     ready = context.Barrier(processes)
     with ProcessPoolExecutor(processes, context, initializer=ready.wait, initargs=(_START_TIMEOUT_S,)) as pool:
-        return list(pool.map(_run_client, shares))
+        try:
+            return list(pool.map(_run_client, shares))
+        except BaseException:  # an interrupt, mostly: they would go on to the end of the load
+            for process in active_children():
+                process.terminate()
+            raise
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,9 @@ class _Client:
             async with asyncio.timeout(self._load.timeout_s):
                 await connection.post(request, answer)
             sample.error = answer.error()
-        except (OSError, TimeoutError) as error:
+        except TimeoutError:
+            sample.error = f"no whole answer within {self._load.timeout_s:g} s"
+        except OSError as error:
             sample.error = repr(error)
         sample.total_s = time.perf_counter() - start
         _fill(sample, answer, start)

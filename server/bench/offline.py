@@ -12,7 +12,15 @@ from collections.abc import Sequence
 
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, span, write_json
+from radixserve.server.bench.arguments import (
+    engine_options,
+    engine_parser,
+    model_len,
+    positive,
+    random_ids,
+    span,
+    write_json,
+)
 from radixserve.server.commands.parser import Parser
 
 
@@ -23,7 +31,8 @@ def run(arguments: Sequence[str]) -> int:
     output_lens = [rng.randint(*options.output_len) for _ in range(options.requests)]
     rules = [SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
     start = time.perf_counter()
-    with radixserve.LLM(**engine_options(rest, max_model_len=4096, max_num_seqs=256)) as llm:
+    longest = model_len(options.input_len[1] + options.output_len[1])
+    with radixserve.LLM(**engine_options(rest, max_model_len=longest, max_num_seqs=256)) as llm:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
         ready_s = time.perf_counter() - start
         print(llm.description)
@@ -47,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         "seconds": [round(value, 4) for value in seconds],
         "tokens_per_s": [round(sum(output_lens) / value, 1) for value in seconds],
     }
-    write_json(options.json, facts)
+    write_json(options.json, "offline", arguments, facts)
     return 0
 
 

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from radixserve.engine.errors import ConfigError
-from radixserve.server.bench.load import Sample
 from radixserve.server.bench.report import Summary
 
 _FORMATS = (".png", ".svg", ".pdf")
@@ -43,19 +42,16 @@ def plot_curves(path: Path, x_label: str, points: Mapping[float, Summary]) -> No
     figure.savefig(path)
 
 
-def plot_spread(path: Path, samples: Sequence[Sample]) -> None:
-    """How the times of one load test are spread: the share of requests and chunks that came within x ms."""
+def plot_spread(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """How times are spread: a panel for each title, in it a curve for each label, the share of its ms up to x."""
     from matplotlib.figure import Figure
 
-    good = [sample for sample in samples if sample.error is None]
-    panels = {
-        "first token": [1e3 * sample.ttft_s for sample in good],
-        "between chunks": [1e3 * gap for sample in good for gap in sample.gaps_s],
-        "whole answer": [1e3 * sample.total_s for sample in good],
-    }
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    for axes, (title, times) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        axes.ecdf(times or [0.0])
+    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
+    (row,) = figure.subplots(1, len(panels), squeeze=False)
+    for axes, (title, curves) in zip(row, panels.items(), strict=True):
+        for label, times in curves.items():
+            axes.ecdf(times or [0.0], label=label)
         axes.set(title=title, xlabel="ms", ylabel="share within", xscale="log")
         axes.grid(alpha=0.3)
+        axes.legend()
     figure.savefig(path)

@@ -18,8 +18,17 @@ from typing import Any
 
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
-from radixserve.server.bench.arguments import engine_options, engine_parser, positive, random_ids, write_json
-from radixserve.server.bench.report import percentile
+from radixserve.server.bench.arguments import (
+    engine_options,
+    engine_parser,
+    model_len,
+    output_file,
+    positive,
+    random_ids,
+    write_json,
+)
+from radixserve.server.bench.plot import check_plot, plot_spread
+from radixserve.server.bench.report import percentile, table
 from radixserve.server.commands.parser import Parser
 
 
@@ -51,7 +60,9 @@ class _Workload:
 
 def run(arguments: Sequence[str]) -> int:
     options, rest = build_parser().parse_known_args(arguments)
-    engine = engine_options(rest, max_model_len=4096, max_num_seqs=256)
+    check_plot(options.plot)
+    longest = options.prefix_len + options.own_len + options.output_len
+    engine = engine_options(rest, max_model_len=model_len(longest), max_num_seqs=256)
     workload = _Workload(
         options.prefixes,
         options.requests,
@@ -61,30 +72,47 @@ def run(arguments: Sequence[str]) -> int:
         options.rounds,
         options.seed,
     )
-    results: dict[str, Any] = {}
+    results: dict[str, _Measured] = {}
     if options.naive and "disable_radix_cache" not in engine:
         # In a process of its own, so that the memory comes back for certain.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             results["naive"] = pool.submit(_measure, engine | {"disable_radix_cache": True}, workload).result()
     results["naive" if engine.get("disable_radix_cache") else "radix"] = _measure(engine, workload)
-    write_json(options.json, {**vars(workload), "ideal_cached_tokens": workload.ideal_cached, **results})
+    ideal = {"ideal_cached_tokens": workload.ideal_cached}
+    columns = {f"{name} {i}": one | ideal for name, found in results.items() for i, one in enumerate(found.rounds, 1)}
+    print(f"\n{table(columns)}")
+    if options.plot:
+        plot_spread(options.plot, {"first token": {f"{name} cache": found.ttfts for name, found in results.items()}})
+    caches = {name: {"engine": found.engine, "rounds": found.rounds} for name, found in results.items()}
+    write_json(options.json, "prefix", arguments, {**vars(workload), **ideal, **caches})
     return 0
 
 
-def _measure(engine: dict[str, Any], workload: _Workload) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Measured:
+    """Of one cache. ``ttfts``: of all rounds, ms."""
+
+    engine: str
+    rounds: list[dict[str, float]]
+    ttfts: list[float]
+
+
+def _measure(engine: dict[str, Any], workload: _Workload) -> _Measured:
     """Time, cached tokens and TTFT of each round; each has new prompts, so none finds those of another."""
     rng = random.Random(workload.seed)
     rule = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=workload.output_len)
-    rounds: list[dict[str, Any]] = []
+    rounds: list[dict[str, float]] = []
+    all_ttfts: list[float] = []
     with radixserve.LLM(**engine) as llm:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
         print(f"{'naive' if engine.get('disable_radix_cache') else 'radix'} cache: {llm.description}")
-        for _ in range(workload.rounds):
+        for number in range(workload.rounds):
             prompts = workload.prompts(rng)
             began = time.perf_counter()
             done = llm.generate(prompts, rule)
             seconds = time.perf_counter() - began
             ttfts = sorted(1e3 * completion.ttft_s for completion in done)
+            all_ttfts += ttfts
             rounds.append(
                 {
                     "seconds": round(seconds, 4),
@@ -94,13 +122,8 @@ def _measure(engine: dict[str, Any], workload: _Workload) -> dict[str, Any]:
                     "ttft_p99_ms": round(percentile(ttfts, 0.99), 2),
                 }
             )
-            print(
-                f"  {seconds:.3f} s; {rounds[-1]['cached_tokens']:,} of {rounds[-1]['prompt_tokens']:,} prompt tokens "
-                f"cached (ideal {workload.ideal_cached:,}); TTFT p50 {rounds[-1]['ttft_p50_ms']:,.0f} ms, "
-                f"p99 {rounds[-1]['ttft_p99_ms']:,.0f} ms",
-                flush=True,
-            )
-    return {"engine": llm.description, "rounds": rounds}
+            print(f"  round {number + 1}: {seconds:.3f} s", flush=True)
+    return _Measured(llm.description, rounds, all_ttfts)
 
 
 def build_parser() -> Parser:
@@ -112,5 +135,6 @@ def build_parser() -> Parser:
     add("--own-len", type=positive, default=128, metavar="N", help="tokens behind it (default: %(default)s)")
     add("--output-len", type=positive, default=64, metavar="N", help="tokens out, greedy (default: %(default)s)")
     add("--rounds", type=positive, default=2, help="timed rounds, with new prompts each (default: %(default)s)")
+    add("--plot", type=output_file, metavar="FILE", help="draw the times to first tokens: .png, .svg or .pdf")
     add("--naive", action=argparse.BooleanOptionalAction, default=True, help="compare with a cache that keeps nothing")
     return parser

@@ -60,11 +60,15 @@ def table(columns: Mapping[str, Summary]) -> str:
     """Figures as lines, one column for each load test; and a warning where the client was too busy to measure."""
     lines = [f"{'':<22}" + "".join(f"{name:>14}" for name in columns)]
     for figure in next(iter(columns.values())):
-        lines.append(f"{figure:<22}" + "".join(f"{summary[figure]:>14,.2f}" for summary in columns.values()))
-    busy = [name for name, summary in columns.items() if summary["client_busy_share"] > _BUSY_CLIENT]
+        lines.append(f"{figure:<22}" + "".join(f"{_shown(summary[figure]):>14}" for summary in columns.values()))
+    busy = [name for name, summary in columns.items() if summary.get("client_busy_share", 0.0) > _BUSY_CLIENT]
     if busy:
         lines.append(f"{', '.join(busy)}: a client process was busy nearly all the time; raise --processes")
     return "\n".join(lines)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
 
 
 def _percentiles(name: str, seconds: Iterable[float]) -> Summary:

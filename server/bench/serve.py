@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from radixserve.engine.errors import ConfigError
-from radixserve.server.bench.arguments import numbers, output_file, positive, span, write_json
+from radixserve.server.bench.arguments import above_zero, count, counts, output_file, positive, rates, span, write_json
 from radixserve.server.bench.load import ClosedLoop, Load, OpenLoop, Pace, Sample, run_load
 from radixserve.server.bench.plot import check_plot, plot_curves, plot_spread
 from radixserve.server.bench.progress import shown_count
@@ -25,6 +25,7 @@ from radixserve.server.bench.workload import Workload
 from radixserve.server.commands.client import base_url
 from radixserve.server.commands.parser import Parser
 
+_CLIENTS = 8
 # By default a closed loop sends so many conversations for each client, and an open one goes on for so many seconds.
 _ROUNDS = 4
 _SECONDS = 30
@@ -34,6 +35,8 @@ def run(arguments: Sequence[str]) -> int:
     """Returns 1 when any request failed."""
     options = build_parser().parse_args(arguments)
     check_plot(options.plot)
+    if options.prompts and options.turns > 1:
+        raise ConfigError("--turns does not go with --prompts, whose entries have one turn each; leave out one of them")
     target = Target(base_url(options.url), options.api_key)
     model = options.model or _first_model(target)
     workload = Workload(
@@ -68,20 +71,28 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{target.url}, model {model}\n{table(columns)}")
     if options.plot:
         _plot(options, columns, samples)
-    write_json(options.json, {"model": model, "seed": options.seed, "workload": _facts(workload), "loads": columns})
+    facts = {"url": target.url, "model": model, "seed": options.seed, "workload": _facts(workload), "loads": columns}
+    write_json(options.json, "serve", arguments, facts)
     return 1 if any(summary["errors"] for summary in columns.values()) else 0
 
 
 def _paces(options: argparse.Namespace) -> list[Pace]:
     if options.rate:
         return [OpenLoop(rate, options.burstiness) for rate in options.rate]
-    return [ClosedLoop(max(1, round(clients))) for clients in options.clients]
+    return [ClosedLoop(clients) for clients in options.clients or [_CLIENTS]]
 
 
 def _plot(options: argparse.Namespace, columns: dict[str, Summary], samples: list[Sample]) -> None:
     """``samples``: of the last load."""
     if len(columns) == 1:
-        plot_spread(options.plot, samples)
+        (name,) = columns
+        good = [sample for sample in samples if sample.error is None]
+        panels = {
+            "first token": [1e3 * sample.ttft_s for sample in good],
+            "between chunks": [1e3 * gap for sample in good for gap in sample.gaps_s],
+            "whole answer": [1e3 * sample.total_s for sample in good],
+        }
+        plot_spread(options.plot, {title: {name: times} for title, times in panels.items()})
         return
     points = {_size(pace)[0]: summary for pace, summary in zip(_paces(options), columns.values(), strict=True)}
     plot_curves(options.plot, "conversations a second" if options.rate else "clients", points)
@@ -109,14 +120,15 @@ def build_parser() -> Parser:
     add("--url", default="http://127.0.0.1:8000", help="server under test (default: %(default)s)")
     add("--model", help="model name to send (default: the first that the server lists)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="key to send (default: $OPENAI_API_KEY)")
-    add("--clients", type=numbers, default=[8], metavar="N[,N]", help="clients at the same time (default: 8)")
-    add("--rate", type=numbers, metavar="R[,R]", help="conversations that begin in a second, instead of --clients")
-    add("--burstiness", type=float, default=1.0, help="of --rate: 1 is Poisson, less comes in bursts (default: 1)")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--clients", type=counts, metavar="N[,N]", help=f"clients at the same time (default: {_CLIENTS})")
+    either("--rate", type=rates, metavar="R[,R]", help="conversations that begin in a second, instead of --clients")
+    add("--burstiness", type=above_zero, default=1.0, help="of --rate: 1 is Poisson, less comes in bursts (default: 1)")
     add("--requests", type=positive, help="conversations in all (default: 4 for each client, or 30 s of --rate)")
     add("--prompt-words", type=span, default=(64, 512), metavar="LOW:HIGH", help="words a text (default: 64:512)")
     add("--max-tokens", type=span, default=(64, 512), metavar="LOW:HIGH", help="tokens an answer (default: 64:512)")
     add("--turns", type=positive, default=1, help="texts a conversation, each with what was said before (default: 1)")
-    add("--prefixes", type=int, default=0, help="system prompts that all conversations share (default: none)")
+    add("--prefixes", type=count, default=0, help="system prompts that all conversations share (default: none)")
     add("--prefix-words", type=positive, default=1024, help="words of each of these (default: %(default)s)")
     add("--prompts", type=Path, metavar="FILE", help="a text a line, or JSON with prompt or messages, and max_tokens")
     add(
@@ -125,10 +137,10 @@ def build_parser() -> Parser:
         default=True,
         help="answers of full length (default: yes)",
     )
-    add("--good-ttft-ms", type=float, default=500.0, help="a good request's first token (default: %(default)s)")
-    add("--good-itl-ms", type=float, default=50.0, help="and each further one on average (default: %(default)s)")
+    add("--good-ttft-ms", type=above_zero, default=500.0, help="a good request's first token (default: %(default)s)")
+    add("--good-itl-ms", type=above_zero, default=50.0, help="and each further one on average (default: %(default)s)")
     add("--processes", type=positive, help="client processes (default: by load and cores, at most 8)")
-    add("--timeout", type=float, default=600.0, metavar="S", help="for one answer (default: %(default)s)")
+    add("--timeout", type=above_zero, default=600.0, metavar="S", help="for one answer (default: %(default)s)")
     add(
         "--seed", type=int, default=0, help="seed of the first load, the next ones have the next (default: %(default)s)"
     )

@@ -24,6 +24,7 @@ _HAS_FACTS = re.compile(rb'"(?:usage|error)": ?[{"]').search
 _DATA = b"data: "
 # Servers close idle connections (uvicorn after 5 s); one that may be closing just now is not used again.
 _MAX_IDLE_S = 3.0
+_SHOWN_CHARS = 200  # of an error
 
 
 class Answer:
@@ -60,14 +61,22 @@ class Answer:
     def error(self) -> str | None:
         """What the server says went wrong."""
         if self.status != 200:
-            return f"status {self.status}: {self._rest.decode(errors='replace')[:200]}"
+            return f"status {self.status}: {_message(self._rest)}"
         error = _event(self._facts).get("error")
-        return None if error is None else str(error)[:200]
+        return None if error is None else str(error)[:_SHOWN_CHARS]
 
     def text(self) -> str:
         """What the model said."""
         deltas = (_event(line)["choices"][0].get("delta", {}) for line in self._texts)
         return "".join(str(delta.get("content") or "") for delta in deltas)
+
+
+def _message(body: bytes) -> str:
+    """What a body in OpenAI's form of errors says, else the body."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:_SHOWN_CHARS]
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:_SHOWN_CHARS]
 
 
 def _event(line: bytes) -> dict[str, Any]:

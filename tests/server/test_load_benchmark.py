@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import statistics
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,23 @@ def test_client_processes_share_the_work(service: Service, tmp_path: Path) -> No
     assert summary["requests"] == 9 and len(set(sent(service, first))) == 9
 
 
+def test_an_interrupt_ends_the_client_processes_too(service: Service, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("an answer that never comes {silent}")
+    first = len(service.engine.submits)
+
+    def interrupt() -> None:
+        while len(service.engine.submits) < first + 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    flags = [f"--url={service.url}", f"--prompts={file}", "--clients=2", "--requests=2", "--processes=2"]
+    assert main(["bench", "serve", *flags]) == 128 + signal.SIGINT
+    thread.join()
+
+
 def test_a_turn_brings_all_that_was_said(service: Service, tmp_path: Path) -> None:
     first = len(service.engine.submits)
     loads(service, tmp_path, "--clients=1", "--requests=1", "--turns=3", "--max-tokens=4")
@@ -102,7 +123,23 @@ def test_refused_and_broken_requests_are_errors(
     summary = loads(service, tmp_path, "--clients=1", "--requests=3", f"--prompts={file}", status=1)["1 clients"]
     assert summary["requests"] == 3 and summary["errors"] == 2 and summary["goodput_share"] == pytest.approx(1 / 3)
     printed = capsys.readouterr().out
-    assert "status 429" in printed and "not finite" in printed
+    assert "status 429: the queue" in printed and "not finite" in printed
+
+
+def test_figures_say_how_to_get_them_again_but_no_keys(service: Service, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    flags = [*SMALL, f"--url={service.url}", "--clients=1", "--requests=1", f"--json={path}"]
+    assert main(["bench", "serve", "--api-key", "hush", "--api-key=hush", *flags]) == 0
+    assert "hush" not in path.read_text()
+    found = json.loads(path.read_text())
+    assert found["command"] == f"radixserve bench serve {' '.join(flags)}" and found["url"] == service.url
+
+
+def test_an_answer_that_takes_too_long_is_an_error_that_says_so(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads(service, tmp_path, "--clients=1", "--requests=1", "--timeout=1e-6", status=1)
+    assert "no whole answer within 1e-06 s" in capsys.readouterr().out
 
 
 def test_pictures_are_drawn(service: Service, tmp_path: Path) -> None:
@@ -118,6 +155,11 @@ def test_pictures_are_drawn(service: Service, tmp_path: Path) -> None:
         (["--plot=curves.txt"], "must end in one of .png"),
         (["--prompts=/nowhere"], "cannot be read"),
         (["--url=http://127.0.0.1:9", "--model="], "is it running?"),
+        (["--clients=2.5"], "--clients"),
+        (["--clients=2", "--rate=3"], "--rate: not allowed with argument --clients"),
+        (["--burstiness=0", "--rate=3"], "--burstiness: 0 is not above 0"),
+        (["--prefixes=-1"], "--prefixes: -1 is less than 0"),
+        (["--prompts=/nowhere", "--turns=2"], "--turns does not go with --prompts"),
     ],
 )
 def test_mistakes_are_told(

@@ -53,7 +53,9 @@ def test_latency_tells_first_and_further_tokens_apart(flags: list[str], tmp_path
 
 def test_prefix_finds_all_but_the_first_of_each_in_the_radix_cache_only(flags: list[str], tmp_path: Path) -> None:
     sizes = ["--prefixes=2", "--requests=3", "--prefix-len=48", "--own-len=5", "--output-len=3", "--rounds=2"]
-    found = figures("prefix", [*flags, *sizes], tmp_path)
+    picture = tmp_path / "first_tokens.svg"
+    found = figures("prefix", [*flags, *sizes, f"--plot={picture}"], tmp_path)
+    assert picture.read_bytes().startswith(b"<?xml")
     for name, cached in (("radix", 2 * 2 * 48), ("naive", 0)):
         assert [one["cached_tokens"] for one in found[name]["rounds"]] == [cached, cached]
         for one in found[name]["rounds"]:
