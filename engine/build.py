@@ -9,50 +9,40 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
 from radixserve.engine.decoder import CausalLM, Decoder
-from radixserve.engine.design import Design, Kernels, Sizes
+from radixserve.engine.design import Design
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.grammars import XGrammars
 from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts, shared_batch_sizes
 from radixserve.engine.host import available_memory
 from radixserve.engine.kv_scales import scale_kv
 from radixserve.engine.load_model import load_model
-from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.parallel import ParallelOps
 from radixserve.engine.profiling import ProfiledRunner
 from radixserve.engine.ranks import TorchRanks, check_no_group
 from radixserve.engine.recorded_model import RecordedModel
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
-from radixserve.engine.sharding import Shard, local_spec
-from radixserve.engine.sizing import (
-    choose_num_pages,
-    choose_overlap,
-    choose_target_itl,
-    cpu_kv_bytes,
-    cuda_kv_bytes,
-)
-from radixserve.engine.step import Runner
+from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.scheduler import SchedulerLimits
+from radixserve.engine.sharding import Shard
+from radixserve.engine.sizing import choose_num_pages, choose_overlap, choose_target_itl, cpu_kv_bytes, cuda_kv_bytes
+from radixserve.engine.step import PrefillChunk, RowSetup, Runner, StepPlan
 from radixserve.engine.team import OnLoss, Team, TeamRunner
 from radixserve.engine.text.text_model import load_text_model
-from radixserve.engine.warmup import warm_up
 from radixserve.engine.weight_packing import describe_weights
 from radixserve.engine.weights import Progress
 from radixserve.kernels.interface import AttentionKernel, AttentionShape
 from radixserve.kernels.native_ops import NativeAttention, NativeOps
 from radixserve.kernels.quantized import FP8
-from radixserve.kernels.select import (
-    BackendUnavailable,
-    select_attention,
-    select_decode_inputs,
-    select_draw,
-)
+from radixserve.kernels.select import BackendUnavailable, select_attention, select_decode_inputs, select_draw
 from radixserve.kvcache.manager import CacheManager
-from radixserve.kvcache.mha import MHAKVCache, page_bytes
+from radixserve.kvcache.mha import KVShape, MHAKVCache
 from radixserve.kvcache.naive import NaivePrefixCache
 from radixserve.kvcache.radix import RadixPrefixCache
 
@@ -118,17 +108,17 @@ class _Loaded:
 
 def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> _Loaded:
     """``ranks``: None for a single one."""
-    config, shard, spec, sizes, kernels = design.config, design.shard, design.spec, design.sizes, design.kernels
+    config, sizes, kernels = design.config, design.sizes, design.kernels
     packing = config.cpu_weights if isinstance(kernels.ops, NativeOps) else None
-    model = load_model(
-        config, design.files, spec, kernels.dtype, sizes.device, sizes.max_model_len, packing, progress, shard
-    )
+    what = (config, design.files, design.spec, kernels.dtype, sizes.device, sizes.max_model_len, packing)
+    model = load_model(*what, progress, design.shard)
     if sizes.kv_dtype == FP8:
         scale_kv(model)
     progress("sizing the KV cache", 1.0)
     if ranks is not None:
-        kernels = replace(kernels, ops=ParallelOps(kernels.ops, shard, ranks, spec.vocab_size))
-    parts = _Parts(config, shard, spec, sizes, model, kernels)
+        ops = ParallelOps(kernels.ops, design.shard, ranks, design.spec.vocab_size)
+        design = replace(design, kernels=replace(kernels, ops=ops))
+    parts = _Parts(design, model)
     num_pages = parts.choose_num_pages()
     if ranks is not None:
         num_pages = ranks.least(num_pages)
@@ -152,11 +142,13 @@ def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:
         grammars=XGrammars(
             lambda: load_text_model(design.files, config).tokenizer, spec.vocab_size, spec.eos_token_ids
         ),
-        max_model_len=sizes.max_model_len,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        max_num_batched_tokens=sizes.step_tokens,
-        target_itl_s=choose_target_itl(config, sizes.device.type),
+        limits=SchedulerLimits(
+            max_model_len=sizes.max_model_len,
+            vocab_size=spec.vocab_size,
+            step_tokens=sizes.step_tokens,
+            eos_token_ids=spec.eos_token_ids,
+            target_itl_s=choose_target_itl(config, sizes.device.type),
+        ),
         overlap=choose_overlap(config, sizes.device.type),
         reads_shared=runner.reads_shared,
         pulse=kernels.pulse,
@@ -171,125 +163,119 @@ def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a runner is made of, but for the number of its KV pages. ``spec``: of the whole model, as for its
-    vocabulary; ``local``: what the rank has of it."""
+    """What a runner is made of, but for the number of its KV pages. ``design`` has the kernels as they run."""
 
-    config: ServeConfig
-    shard: Shard
-    spec: ModelSpec
-    sizes: Sizes
+    design: Design
     model: Decoder
-    kernels: Kernels
 
     @property
-    def local(self) -> ModelSpec:
-        return local_spec(self.spec, self.shard.size)
+    def kv_shape(self) -> KVShape:
+        local, sizes = self.design.local, self.design.sizes
+        return KVShape(local.num_layers, sizes.page_size, local.num_kv_heads, local.head_dim, sizes.kv_dtype)
 
     def runner(self, num_pages: int) -> ModelRunner:
-        spec, sizes = self.local, self.sizes
-        shape = AttentionShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            sizes.page_size,
-            self.kernels.dtype if sizes.kv_dtype == FP8 else sizes.kv_dtype,
-            spec.attention_scale,
-            spec.attention_softcap,
-            spec.windows,
-            sizes.kv_dtype,
-        )
+        sizes, kernels = self.design.sizes, self.design.kernels
         try:
-            model, attention = self._with_attention(shape)
-            kv = MHAKVCache.allocate(
-                spec.num_layers,
-                num_pages,
-                sizes.page_size,
-                spec.num_kv_heads,
-                spec.head_dim,
-                sizes.kv_dtype,
-                sizes.device,
-            )
+            model, attention = self._with_attention()
+            kv = MHAKVCache.allocate(self.kv_shape, num_pages, sizes.device)
         except (BackendUnavailable, MemoryError) as error:
             raise ConfigError(str(error)) from error
         return ModelRunner(
             model,
             kv,
             attention,
-            self.kernels.ops,
-            Sampler(sizes.max_num_seqs, self.spec.vocab_size, sizes.device, select_draw(sizes.device)),
+            kernels.ops,
+            Sampler(sizes.max_num_seqs, self.design.spec.vocab_size, sizes.device, select_draw(sizes.device)),
             max_rows=sizes.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
-            pulse=self.kernels.pulse,
+            pulse=kernels.pulse,
         )
 
-    def _with_attention(self, shape: AttentionShape) -> tuple[CausalLM, AttentionKernel]:
+    def _with_attention(self) -> tuple[CausalLM, AttentionKernel]:
         """The model as it runs, and its attention."""
-        config, ops = self.config, self.kernels.ops
-        if not isinstance(ops, NativeOps):
-            return self.model, select_attention(
-                config.attention_backend,
-                shape,
-                self.sizes.device,
-                self.sizes.max_num_seqs,
-                reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
-                deterministic=config.deterministic,
-            )
-        native = NativeAttention(shape, ops)
-        return RecordedModel(self.model, ops, native, max(self.sizes.step_tokens, self.sizes.max_num_seqs)), native
+        config, sizes, kernels, local = self.design.config, self.design.sizes, self.design.kernels, self.design.local
+        shape = AttentionShape(
+            local.num_heads,
+            local.num_kv_heads,
+            local.head_dim,
+            sizes.page_size,
+            kernels.dtype if sizes.kv_dtype == FP8 else sizes.kv_dtype,
+            local.attention_scale,
+            local.attention_softcap,
+            local.windows,
+            sizes.kv_dtype,
+        )
+        if isinstance(kernels.ops, NativeOps):
+            native = NativeAttention(shape, kernels.ops)
+            return RecordedModel(self.model, kernels.ops, native, max(sizes.step_tokens, sizes.max_num_seqs)), native
+        return self.model, select_attention(
+            config.attention_backend,
+            shape,
+            sizes.device,
+            sizes.max_num_seqs,
+            reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
+            deterministic=config.deterministic,
+        )
 
     def choose_num_pages(self) -> int:
-        spec, sizes, config = self.local, self.sizes, self.config
+        config, sizes = self.design.config, self.design.sizes
         if config.num_pages is not None:
             return config.num_pages
         if sizes.device.type == "cpu":
-            free_bytes = cpu_kv_bytes(available_memory() // self.shard.size)
+            free_bytes = cpu_kv_bytes(available_memory() // self.design.shard.size)
         else:
             step_bytes = self._measure_step_bytes()
             free, total = torch.cuda.mem_get_info(sizes.device)
             free_bytes = cuda_kv_bytes(total, total - free, step_bytes, config.gpu_memory_utilization)
-        return choose_num_pages(
-            free_bytes,
-            page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, sizes.kv_dtype),
-            sizes.page_size,
-            sizes.max_model_len,
-            sizes.max_num_seqs * sizes.max_model_len,
-        )
+        most_tokens = sizes.max_num_seqs * sizes.max_model_len
+        return choose_num_pages(free_bytes, self.kv_shape.page_bytes, sizes.page_size, sizes.max_model_len, most_tokens)
 
     def prepare(self, runner: ModelRunner, progress: Progress) -> None:
         """Load all kernels, so that no request waits for them, and capture the graphs of steps."""
         progress("warming up", 0.0)
-        counts = _WARM_UP_TOKENS if self.sizes.device.type == "cuda" else _WARM_UP_TOKENS[1:2]
-        for num_tokens in counts:
-            warm_up(runner, num_tokens, 1, self.sizes.max_model_len, self.spec.vocab_size)
+        is_cuda = self.design.sizes.device.type == "cuda"
+        for num_tokens in _WARM_UP_TOKENS if is_cuda else _WARM_UP_TOKENS[1:2]:
+            self._warm_up(runner, num_tokens, 1)
         if self._captures(runner):
             self._capture(runner, 0, lambda share: progress("capturing graphs", share))
 
+    def _warm_up(self, runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
+        """Run a step of ``num_tokens`` prompt tokens in ``num_rows`` sampling sequences, all on page 0, so that kernels
+        are loaded, and the memory of a step of that size is known."""
+        num_rows = min(num_rows, num_tokens)
+        share = min(self.design.sizes.max_model_len, num_tokens // num_rows)
+        ids = (np.arange(share) % self.design.spec.vocab_size).astype(np.int32)
+        sampling = SamplingParams(temperature=0.9, top_p=0.9)
+        setups = tuple(RowSetup(row, sampling, 0, ids, share, ()) for row in range(num_rows))
+        chunks = tuple(PrefillChunk(row, ids, 0, True) for row in range(num_rows))
+        nothing = np.zeros(0, np.int32)
+        runner.launch(StepPlan(0, setups, nothing, nothing, nothing, nothing, nothing, chunks)).result()
+
     def _captures(self, runner: ModelRunner) -> bool:
         # Torch's products must know on the host how many tokens an expert gets, which a graph rules out.
-        asks_device = self.spec.has_experts and self.config.moe_backend == "torch"
-        return runner.can_capture and not self.config.enforce_eager and not asks_device
+        config = self.design.config
+        asks_device = self.design.spec.has_experts and config.moe_backend == "torch"
+        return runner.can_capture and not config.enforce_eager and not asks_device
 
     def _capture(self, runner: ModelRunner, first: int, report: Callable[[float], None]) -> int:
         """Capture the graphs of all sizes from the ``first`` on, -1 for the largest; returns how many sizes there
         are."""
-        batch_sizes, token_counts = (
-            graph_batch_sizes(self.sizes.max_num_seqs),
-            mixed_token_counts(self.sizes.step_tokens),
-        )
-        decode_inputs = select_decode_inputs(self.sizes.device)
+        sizes, vocab_size = self.design.sizes, self.design.spec.vocab_size
+        batch_sizes, token_counts = graph_batch_sizes(sizes.max_num_seqs), mixed_token_counts(sizes.step_tokens)
+        decode_inputs = select_decode_inputs(sizes.device)
         assert decode_inputs is not None
-        runner.capture(decode_inputs, batch_sizes[first:], token_counts[first:], self.spec.vocab_size, report)
+        runner.capture(decode_inputs, batch_sizes[first:], token_counts[first:], vocab_size, report)
         num_shared = len(shared_batch_sizes(batch_sizes)) if runner.reads_shared else 0
         return len(batch_sizes) + num_shared + len(token_counts)
 
     def _measure_step_bytes(self) -> int:
         """Peak of device memory that the largest step, the kernels' workspaces and the graphs take beside weights and
         KV."""
-        device = self.sizes.device
+        sizes, device = self.design.sizes, self.design.sizes.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         runner = self.runner(num_pages=1)
-        warm_up(runner, self.sizes.step_tokens, self.sizes.max_num_seqs, self.sizes.max_model_len, self.spec.vocab_size)
+        self._warm_up(runner, sizes.step_tokens, sizes.max_num_seqs)
         peak = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]

@@ -14,9 +14,8 @@ from radixserve.kvcache.manager import CacheManager
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A loaded model, its KV cache, and the sizes that were "auto" in the configuration.
+    """A loaded model, its KV cache, and what was "auto" in the configuration.
 
-    ``max_num_batched_tokens`` is the token budget of a step, ``target_itl_s`` its time when it also decodes;
     ``reads_shared``: the runner wants to know which decodes share a prefix; ``description`` is one line for people, its
     clauses separated by semicolons; ``pulse`` beats while the runner computes; ``close`` ends what runs beside this
     process.
@@ -25,29 +24,18 @@ class BuiltEngine:
     runner: Runner
     cache: CacheManager
     grammars: ConstraintSource
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_num_batched_tokens: int
+    limits: SchedulerLimits
     overlap: bool
     reads_shared: bool
     description: str
-    target_itl_s: float | None = None
     pulse: Pulse = field(default_factory=Pulse)
     close: Callable[[], None] = lambda: None
 
 
 def new_scheduler(built: BuiltEngine, config: ServeConfig) -> Scheduler:
     """The scheduler that feeds ``built.runner``."""
-    limits = SchedulerLimits(
-        max_model_len=built.max_model_len,
-        vocab_size=built.vocab_size,
-        step_tokens=built.max_num_batched_tokens,
-        eos_token_ids=built.eos_token_ids,
-        target_itl_s=built.target_itl_s,
-    )
-    shares_prefixes = not config.disable_radix_cache
-    tells_shared = shares_prefixes and built.reads_shared
+    shares = not config.disable_radix_cache
+    tells_shared = shares and built.reads_shared
     return Scheduler(
-        built.cache, limits, config, shares_prefixes=shares_prefixes, tells_shared=tells_shared, seed=config.seed
+        built.cache, built.limits, config, shares_prefixes=shares, tells_shared=tells_shared, seed=config.seed
     )

@@ -65,12 +65,14 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What can be known, and refused, before anything large is allocated. ``spec``: of the whole model."""
+    """What can be known, and refused, before anything large is allocated. ``spec``: of the whole model; ``local``: of
+    what the rank has of it."""
 
     config: ServeConfig
     shard: Shard
     files: ModelFiles
     spec: ModelSpec
+    local: ModelSpec
     kernels: Kernels
     sizes: Sizes
 
@@ -87,10 +89,10 @@ class Design:
         device = _resolve_device(config, shard)
         files = resolve_model(config.model, config.load_format)
         spec = load_spec(files)
-        local_spec(spec, shard.size)  # refuses what cannot be cut
+        local = local_spec(spec, shard.size)
         kernels = _choose_kernels(config, spec, device, progress)
         check_quantization(config, files, spec, is_native=isinstance(kernels.ops, NativeOps))
-        return cls(config, shard, files, spec, kernels, _resolve_sizes(config, spec, kernels, device))
+        return cls(config, shard, files, spec, local, kernels, _resolve_sizes(config, spec, kernels, device))
 
 
 def _resolve_device(config: ServeConfig, shard: Shard) -> torch.device:

@@ -68,13 +68,14 @@ class LLM:
             built = build_engine(config, show)
         self._text = _load_text(config)
         # Nobody watches the tokens come, so how a prompt is cut need not depend on the time that steps take.
-        self._scheduler = new_scheduler(replace(built, target_itl_s=None), config)
+        limits = replace(built.limits, target_itl_s=None)
+        self._scheduler = new_scheduler(replace(built, limits=limits), config)
         self._grammars = built.grammars
         self._pipeline: StepPipeline | None = StepPipeline(self._scheduler, built.runner, overlap=built.overlap)
         self._close = built.close
         self._num_requests = 0
         self._open: dict[int, _Running] = {}
-        self.max_model_len = built.max_model_len
+        self.max_model_len = limits.max_model_len
         self.description = built.description
 
     def generate(

@@ -59,22 +59,16 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
         return lifeline.EXIT_HOPELESS
     ready_lines = _ready_lines(built.description, os.environ.get(lifeline.URL_VARIABLE), has_page=config.page != "off")
     announce(config.log_format, "\n  ".join(ready_lines))
+    max_model_len, vocab_size = built.limits.max_model_len, built.limits.vocab_size
     ready = EngineStatus(
-        os.getpid(), "ready", built.description, 1.0, max_model_len=built.max_model_len, vocab_size=built.vocab_size
+        os.getpid(), "ready", built.description, 1.0, max_model_len=max_model_len, vocab_size=vocab_size
     )
     # The model's objects stay for good: leave them out of every later garbage collection.
     gc.collect()
     gc.freeze()
     watch = EngineWatch(scheduler, built.cache)
     EngineLoop(
-        frontends,
-        scheduler,
-        built.runner,
-        built.grammars,
-        watch,
-        overlap=built.overlap,
-        ready=ready,
-        pulse=built.pulse,
+        frontends, scheduler, built.runner, built.grammars, watch, overlap=built.overlap, ready=ready, pulse=built.pulse
     ).run()
     return 0
 

@@ -5,13 +5,25 @@ Shapes: L layers, P pages, S page_size, H kv_heads, D head_dim, T tokens of a st
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of K and V that one page takes, all layers together; ``num_kv_heads`` are those of one device."""
-    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+class KVShape(NamedTuple):
+    """What keys and values of a page are; ``num_kv_heads`` are those of one device."""
+
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of K and V that one page takes, all layers together."""
+        return 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 def pages_that_fit(free_bytes: int, page_bytes: int) -> int:
@@ -29,27 +41,18 @@ class MHAKVCache:
         self._slots = buffer.flatten(2, 3)  # [2, L, P * S, H, D], the same memory
 
     @classmethod
-    def allocate(
-        cls,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> MHAKVCache:
+    def allocate(cls, shape: KVShape, num_pages: int, device: torch.device) -> MHAKVCache:
         """Make the buffer. MemoryError, saying what to lower, when the device has no room for it.
 
         On the CPU nothing is written to it, so memory is taken from the system only as pages come into use. On other
         devices it is zeroed: a kernel that loads a half-filled page whole must not meet a NaN there.
         """
-        shape = (2, num_layers, num_pages, page_size, num_kv_heads, head_dim)
+        num_layers, page_size, num_kv_heads, head_dim, dtype = shape
         make = torch.empty if device.type == "cpu" else torch.zeros
         try:
-            return cls(make(shape, dtype=dtype, device=device))
+            return cls(make((2, num_layers, num_pages, page_size, num_kv_heads, head_dim), dtype=dtype, device=device))
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors, on the CPU plain ones
-            gib = num_pages * page_bytes(num_layers, page_size, num_kv_heads, head_dim, dtype) / 2**30
+            gib = num_pages * shape.page_bytes / 2**30
             raise MemoryError(
                 f"{num_pages} KV pages of {page_size} tokens take {gib:.1f} GiB, which {device} does not have free: "
                 f"lower --num-pages or --gpu-memory-utilization, or end what else uses the memory"

@@ -10,6 +10,7 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
 from radixserve.engine.errors import ModelError
 from radixserve.engine.process import serve
+from radixserve.engine.scheduler import SchedulerLimits
 from radixserve.engine.step import StepPlan
 from radixserve.tests.engine.fakes import EOS, FakeGrammars, Harness
 
@@ -31,7 +32,8 @@ def build(config: ServeConfig, progress: Callable[[str, float], None]) -> BuiltE
     harness = Harness()
     if sys.argv[2] == "deadlock":
         harness.runner.launch = hang  # type: ignore[method-assign]
-    return BuiltEngine(harness.runner, harness.cache, FakeGrammars(), 512, 50, (EOS,), 64, True, False, "a fake")
+    limits = SchedulerLimits(max_model_len=512, vocab_size=50, step_tokens=64, eos_token_ids=(EOS,))
+    return BuiltEngine(harness.runner, harness.cache, FakeGrammars(), limits, True, False, "a fake")
 
 
 if __name__ == "__main__":

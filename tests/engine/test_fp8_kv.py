@@ -13,7 +13,7 @@ from radixserve.engine.kv_scales import scale_kv
 from radixserve.engine.llm import LLM
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.sizing import choose_kv_dtype
-from radixserve.kvcache.mha import page_bytes
+from radixserve.kvcache.mha import KVShape
 from radixserve.tests.engine import tiny_models
 from radixserve.tests.engine.quantized_checkpoints import gptq_in_another_order, save_quantized
 from radixserve.tests.engine.test_models import Paged
@@ -89,7 +89,7 @@ def test_steps_of_any_cut_give_the_same_answers(folder: Path) -> None:
 
 def test_twice_the_tokens_fit_and_the_start_up_block_says_so(folder: Path) -> None:
     dtype = choose_kv_dtype(ServeConfig(kv_cache_dtype="fp8"), torch.bfloat16)
-    assert 2 * page_bytes(3, 16, 2, 32, dtype) == page_bytes(3, 16, 2, 32, torch.bfloat16)
+    assert 2 * KVShape(3, 16, 2, 32, dtype).page_bytes == KVShape(3, 16, 2, 32, torch.bfloat16).page_bytes
     config = ServeConfig(model=str(folder), device="cpu", cpu_weights="fp32", kv_cache_dtype="fp8", num_pages=64)
     assert "KV cache of 1,024 tokens in fp8 (64 pages of 16)" in build_engine(config).description
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from radixserve.kvcache.mha import MHAKVCache, page_bytes, pages_that_fit
+from radixserve.kvcache.mha import KVShape, MHAKVCache, pages_that_fit
 
 CPU = torch.device("cpu")
 
@@ -24,15 +24,15 @@ def test_keys_and_values_are_found_at_their_slots_and_nowhere_else() -> None:
 
 
 def test_a_layer_is_a_view_of_the_buffer() -> None:
-    cache = MHAKVCache.allocate(2, 4, 16, 1, 8, torch.bfloat16, CPU)
+    cache = MHAKVCache.allocate(KVShape(2, 16, 1, 8, torch.bfloat16), 4, CPU)
     cache.layer(1)[1].fill_(3)
     assert (cache.buffer[1, 1] == 3).all()
     assert cache.buffer.shape == (2, 2, 4, 16, 1, 8)
 
 
 def test_page_bytes_are_those_of_the_buffer() -> None:
-    cache = MHAKVCache.allocate(3, 7, 4, 2, 8, torch.bfloat16, CPU)
-    assert 7 * page_bytes(3, 4, 2, 8, torch.bfloat16) == cache.buffer.nbytes
+    shape = KVShape(3, 4, 2, 8, torch.bfloat16)
+    assert 7 * shape.page_bytes == MHAKVCache.allocate(shape, 7, CPU).buffer.nbytes
 
 
 def test_as_many_pages_fit_as_free_memory_holds() -> None:
@@ -43,4 +43,4 @@ def test_as_many_pages_fit_as_free_memory_holds() -> None:
 
 def test_a_buffer_that_does_not_fit_is_an_error_with_a_remedy() -> None:
     with pytest.raises(MemoryError, match="lower --num-pages"):
-        MHAKVCache.allocate(64, 2**32, 16, 8, 128, torch.float32, CPU)
+        MHAKVCache.allocate(KVShape(64, 16, 8, 128, torch.float32), 2**32, CPU)
