@@ -22,7 +22,7 @@ from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.quantized_model import form_of, quantize_as_stored, quantize_model
-from radixserve.engine.quantized_weights import quantized_tensors
+from radixserve.engine.quantized_weights import quantized_tensors, unstacked
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.weight_packing import model_bytes, pack_model
 from radixserve.engine.weights import Progress, StoredTensor, fill_random, load_weights, safetensors_tensors
@@ -47,6 +47,8 @@ def load_model(
     ``--cpu-weights`` for the native CPU kernels, None for others. Raises ``ConfigError`` when memory is short or the
     model cannot be cut so, ``ModelError`` when the weights do not fit the spec."""
     stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec))
+    if config.quantization == "fp8":
+        stored = list(unstacked(stored))
     quantize = None if packing else _quantize(config, spec, stored)
     kinds = {tensor.name: tensor.kind for tensor in stored}
     local = local_spec(spec, shard.size)
@@ -84,10 +86,12 @@ def _quantize(
     config: ServeConfig, spec: ModelSpec, stored: Sequence[StoredTensor]
 ) -> Callable[[nn.Module], None] | None:
     """What gives matrices of an empty model room for quantized weights."""
+    with_experts = config.tensor_parallel_size == 1  # they are not cut
     if spec.quantization is not None and stored:
-        return partial(quantize_as_stored, stored={tensor.name: tensor for tensor in stored})
+        by_name = {tensor.name: tensor for tensor in stored}
+        return partial(quantize_as_stored, stored=by_name, with_experts=with_experts)
     form = form_of(spec.quantization) if spec.quantization else Form(8, None) if config.quantization == "fp8" else None
-    return None if form is None else partial(quantize_model, form=form)
+    return None if form is None else partial(quantize_model, form=form, with_experts=with_experts)
 
 
 def weight_bytes(

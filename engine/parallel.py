@@ -10,6 +10,7 @@ from torch import Tensor
 
 from radixserve.engine.sharding import Shard
 from radixserve.kernels.interface import Ops, Weight
+from radixserve.kernels.quantized import Stack
 
 
 class Collectives(Protocol):
@@ -62,7 +63,7 @@ class ParallelOps:
         return stream, self.linear(y, weight, bias)
 
     def experts(
-        self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, per_token: int, normalized: bool, slots: Tensor
+        self, x: Tensor, router: Tensor, gate_up: Stack, down: Stack, per_token: int, normalized: bool, slots: Tensor
     ) -> Tensor:
         answer = self._ops.experts(x, router, gate_up, down, per_token, normalized, slots)
         return self._ranks.all_reduce(answer if answer.dim() == 2 else answer.sum(0))

@@ -8,12 +8,13 @@ from torch import nn
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import ConfigError
+from radixserve.engine.layers.experts import Experts, QuantizedExperts
 from radixserve.engine.layers.linear import Linear, MergedLinear, QuantizedLinear
 from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.quantization import StoredQuantization
-from radixserve.engine.weights import StoredTensor
-from radixserve.kernels.quantized import GROUPS, Form
+from radixserve.engine.weights import StoredTensor, expert_names
+from radixserve.kernels.quantized import GROUPS, UNIT, Form
 
 # Few weights that decide much: which experts a token gets, and which token comes next.
 _KEPT = ("lm_head", "mlp.gate")
@@ -31,8 +32,8 @@ def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, 
         problem = "is for safetensors; GGUF files are quantized as they are"
     elif spec.quantization is not None:
         problem = f"is for checkpoints that are not quantized, and this one is in {spec.quantization.description}"
-    elif spec.has_experts:
-        problem = "does not cover mixtures of experts"
+    elif spec.has_experts and config.tensor_parallel_size > 1:
+        problem = "of a mixture of experts does not go with --tensor-parallel-size"
     if problem is not None:
         raise ConfigError(f"quantization {option} {problem}; leave --quantization away")
 
@@ -45,26 +46,55 @@ def form_of(quantization: StoredQuantization) -> Form:
     return Form(8 if quantization.layout == "fp8" else 4, None if is_whole else group)
 
 
-def quantize_model(model: nn.Module, form: Form) -> None:
+def quantize_model(model: nn.Module, form: Form, *, with_experts: bool = True) -> None:
     """Give all matrices of layers room for weights of ``form``, as far as its groups fit."""
     for path, linear in _projections(model):
         if _fits(form, linear.in_features):
             model.set_submodule(path, QuantizedLinear(linear, form))
+    for path, experts in _experts(model) if with_experts else ():
+        _quantize_experts(model, path, experts, form, form)
 
 
-def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor], *, with_experts: bool = True) -> None:
     """Give matrices the room that they take in a checkpoint, ``stored`` by name. Of what is merged all parts must be
     alike, and of a rank's columns all in their own order and whole groups; else they are dequantized when they are
     loaded."""
     for path, linear in _projections(model):
         parent, parts = path.rpartition(".")[0], linear.parts if isinstance(linear, MergedLinear) else {}
         names = [f"{path}.weight"] if f"{path}.weight" in stored else [f"{parent}.{part}.weight" for part in parts]
-        matrices = [stored[name].matrix for name in names if name in stored]
-        if not matrices or matrices[0] is None or not all(map(matrices[0].merges_with, matrices)):
+        form = _common_form(names, stored)
+        if form is None or not _fits(form, linear.in_features):
             continue
-        form, is_whole = matrices[0].form, stored[names[0]].shape[1] == linear.in_features
-        if _fits(form, linear.in_features) and (is_whole or not form.reordered):
+        if stored[names[0]].shape[1] == linear.in_features or not form.reordered:
             model.set_submodule(path, QuantizedLinear(linear, form))
+    for path, experts in _experts(model) if with_experts else ():
+        count = len(experts.down_proj)
+        gate_up, down = (
+            _common_form(expert_names(path, kind, count), stored) for kind in ("gate_up_proj", "down_proj")
+        )
+        if gate_up is not None and down is not None:
+            _quantize_experts(model, path, experts, gate_up, down)
+
+
+def _common_form(names: list[str], stored: Mapping[str, StoredTensor]) -> Form | None:
+    """Of matrices that may lie in one."""
+    matrices = [stored[name].matrix if name in stored else None for name in names]
+    if not matrices or matrices[0] is None or not all(map(matrices[0].merges_with, matrices)):
+        return None
+    return matrices[0].form
+
+
+def _quantize_experts(model: nn.Module, path: str, experts: Experts, gate_up: Form, down: Form) -> None:
+    """Where the kernels take them: columns in their own order, which fill units, and the same bits in both stacks."""
+    for form, stack in ((gate_up, experts.gate_up_proj), (down, experts.down_proj)):
+        if form.reordered or stack.shape[2] % UNIT or not _fits(form, stack.shape[2]):
+            return
+    if gate_up.bits == down.bits:
+        model.set_submodule(path, QuantizedExperts(experts, gate_up, down))
+
+
+def _experts(model: nn.Module) -> list[tuple[str, Experts]]:
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, Experts)]
 
 
 def _fits(form: Form, columns: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from radixserve.engine.errors import ModelError
 from radixserve.engine.quantization import StoredQuantization
 from radixserve.engine.weight_packing import store_rows
-from radixserve.engine.weights import Index, StoredMatrix, StoredTensor
+from radixserve.engine.weights import Index, StoredMatrix, StoredTensor, expert_names
 from radixserve.kernels.packing import BLOCK, WeightKind, can_pack, pack_q4
 from radixserve.kernels.quantized import FP8, GROUPS, Form, QuantizedMatrix, pack_nibbles, unpack_nibbles
 
@@ -45,6 +45,29 @@ def quantized_tensors(stored: Iterable[StoredTensor], quantization: StoredQuanti
                 names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
                 yield _int4(path, parts, quantization, names)
         yield from parts.values()
+
+
+def unstacked(stored: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+    """Stacks of experts' matrices as one tensor for each, so that each is quantized into its rows of a model's."""
+    for tensor in stored:
+        if len(tensor.shape) != 3:
+            yield tensor
+            continue
+        path, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
+        names = expert_names(path, kind, tensor.shape[0])
+        rows, cols = tensor.shape[0] * tensor.shape[1] // len(names), tensor.shape[2]
+        for index, name in enumerate(names):
+            read = partial(_read_rows, tensor, index * rows, rows)
+            yield StoredTensor(name, (rows, cols), tensor.num_bytes // len(names), partial(_copy_rows, read), read=read)
+
+
+def _read_rows(stack: StoredTensor, first: int, count: int) -> Tensor:
+    assert stack.read is not None, "only safetensors are quantized while they are loaded"
+    return stack.read().flatten(0, 1).narrow(0, first, count)
+
+
+def _copy_rows(read: Callable[[], Tensor], place: Tensor, index: Index) -> None:
+    place.copy_(read()[index])
 
 
 def _fp8(path: str, parts: _Parts, block: tuple[int, int]) -> StoredTensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.experts import Experts
-from radixserve.engine.layers.linear import Embedding, Linear, MergedLinear, QuantizedLinear
+from radixserve.engine.layers.linear import Embedding, Linear, MatrixStorage, MergedLinear
 from radixserve.kernels.packing import (
     PANEL,
     WeightKind,
@@ -53,14 +53,18 @@ def pack_model(model: nn.Module, option: str, stored_kinds: Mapping[str, WeightK
 def describe_weights(model: nn.Module) -> str:
     """The kinds of the model's matrices and the bytes of all weights, for people."""
     counts: dict[str, int] = {}
-    for _, module in _matrices(model):
-        name = str(module.weight.dtype).removeprefix("torch.")
-        if is_packed(module.weight):
-            name = _NAMES[kind_of(module.weight, columns(module))]
-        counts[name] = counts.get(name, 0) + len(module.weight) * columns(module)
-    for matrix in (module.matrix for module in model.modules() if isinstance(module, QuantizedLinear)):
-        name = _FORMS[matrix.form.bits]
-        counts[name] = counts.get(name, 0) + math.prod(matrix.shape)
+    for _, matrix in _matrices(model):
+        name = str(matrix.weight.dtype).removeprefix("torch.")
+        if is_packed(matrix.weight):
+            name = _NAMES[kind_of(matrix.weight, columns(matrix))]
+        counts[name] = counts.get(name, 0) + len(matrix.weight) * columns(matrix)
+    for module in model.modules():
+        if isinstance(module, MatrixStorage):
+            name = _FORMS[module.matrix.form.bits]
+            counts[name] = counts.get(name, 0) + math.prod(module.matrix.shape)
+        elif isinstance(module, Experts):
+            name = str(module.down_proj.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + sum(stack.numel() for stack in module.parameters())
     kinds = " and ".join(sorted(counts, key=lambda name: -counts[name]))
     return f"{kinds} ({model_bytes(model) / 2**30:.2f} GiB)"
 

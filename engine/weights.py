@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from radixserve.engine.errors import ModelError
-from radixserve.engine.layers.experts import Experts
+from radixserve.engine.layers.experts import Experts, QuantizedExperts
 from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
@@ -191,8 +191,12 @@ def draw_random(values: Tensor, module: nn.Module, generator: torch.Generator) -
 
 def storages(module: nn.Module) -> Iterator[tuple[str, Place]]:
     """What holds a module's own weights, by kind."""
-    if isinstance(module, QuantizedLinear):
-        yield "weight", module.matrix
+    match module:
+        case QuantizedLinear():
+            yield "weight", module.matrix
+        case QuantizedExperts():
+            yield "gate_up_proj", module.gate_up_proj.matrix
+            yield "down_proj", module.down_proj.matrix
     yield from module.named_parameters(recurse=False)
 
 
@@ -208,14 +212,28 @@ def _ways_to_store(path: str, module: nn.Module, kind: str, storage: Place) -> l
             return [parts, whole]
         case Experts():
             assert isinstance(storage, Tensor)
-            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            names = _expert_parts(kind)
             stacks = dict(zip(names, storage.chunk(len(names), dim=1), strict=True))
             stacked: dict[str, Place] = {f"{path}.{name}.weight": stack for name, stack in stacks.items()}
             single: dict[str, Place] = {
                 f"{path}.{i}.{name}.weight": one for name, stack in stacks.items() for i, one in enumerate(stack)
             }
             return [single, stacked, whole]
+        case QuantizedExperts():
+            assert isinstance(storage, QuantizedMatrix)
+            one_by_one = expert_names(path, kind, module.count)
+            rows = storage.split([storage.shape[0] // len(one_by_one)] * len(one_by_one))
+            return [dict(zip(one_by_one, rows, strict=True))]
     return [whole]
+
+
+def expert_names(path: str, kind: str, count: int) -> list[str]:
+    """Of the matrices of so many experts that are one stack in a model, in the order of its rows."""
+    return [f"{path}.{expert}.{part}.weight" for expert in range(count) for part in _expert_parts(kind)]
+
+
+def _expert_parts(kind: str) -> tuple[str, ...]:
+    return ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
 
 
 def _copy_safetensor(file: Any, name: str, added: float, place: Tensor, index: Index) -> None:

@@ -57,7 +57,7 @@ class InvariantCudaOps(CudaOps):
     def _choose_product(self, y: Tensor, matrix: QuantizedMatrix) -> Product:
         return Product.WIDE
 
-    def _tiles(self, x: Tensor, per_token: int, num_experts: int) -> Tiles:
+    def _tiles(self, x: Tensor, per_token: int, num_experts: int, bits: int) -> Tiles:
         return _EXPERT_TILES
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton_quantized
 from radixserve.kernels.interface import HeadPlaces, Norm, Weight, norm_of_stream
-from radixserve.kernels.quantized import Product, QuantizedMatrix, choose_product
+from radixserve.kernels.quantized import Product, QuantizedMatrix, Stack, choose_product
 from radixserve.kernels.torch_ops import TorchOps
 
 _MAX_TOKENS_IN_PARTS = 256
@@ -76,11 +76,12 @@ class CudaOps(TorchOps):
         return stream, self.linear(y, weight, bias)
 
     def experts(
-        self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, per_token: int, normalized: bool, slots: Tensor
+        self, x: Tensor, router: Tensor, gate_up: Stack, down: Stack, per_token: int, normalized: bool, slots: Tensor
     ) -> Tensor:
         if self._experts:
             return self._experts.experts(x, router, gate_up, down, per_token, normalized, slots)
-        tiles = self._tiles(x, per_token, len(router))
+        bits = gate_up.form.bits if isinstance(gate_up, QuantizedMatrix) else 16
+        tiles = self._tiles(x, per_token, len(router), bits)
         routing = triton_experts.route(self.logits(x, router), slots, per_token, normalized, tiles, self._pdl)
         return triton_experts.experts(x, gate_up, down, routing, tiles, self._pdl)
 
@@ -90,9 +91,12 @@ class CudaOps(TorchOps):
             return triton_linear.fused_linear(hidden, weight, out=out, pdl=self._pdl)
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
 
-    def _tiles(self, x: Tensor, per_token: int, num_experts: int) -> triton_experts.Tiles:
+    def _tiles(self, x: Tensor, per_token: int, num_experts: int, bits: int) -> triton_experts.Tiles:
+        """``bits``: of a weight."""
         shared_bytes = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
-        return triton_experts.choose_tiles(len(x), per_token, num_experts, shared_bytes)
+        return triton_experts.choose_tiles(
+            len(x), per_token, num_experts, shared_bytes, bits, has_scaled=self._multiplies_fp8
+        )
 
     def _is_fused(self, weight: Weight, bias: Tensor | None, num_tokens: int) -> TypeGuard[Tensor]:
         return isinstance(weight, Tensor) and bias is None and triton_linear.is_fused(num_tokens, weight)

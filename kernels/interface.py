@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.kernels.quantized import QuantizedMatrix
+from radixserve.kernels.quantized import QuantizedMatrix, Stack
 from radixserve.kernels.shared_prefix import SharedPrefixRule, SharedTiles
 
 
@@ -173,7 +173,7 @@ class Ops(Protocol):
         ...
 
     def experts(
-        self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, per_token: int, normalized: bool, slots: Tensor
+        self, x: Tensor, router: Tensor, gate_up: Stack, down: Stack, per_token: int, normalized: bool, slots: Tensor
     ) -> Tensor:
         """What a mixture of E networks answers to x [T, H]: of softmax(x @ router[E, H].T) the ``per_token`` largest
         choose networks for each token and are their weights, made to sum up to 1 if ``normalized``; network e is

@@ -105,6 +105,18 @@ class QuantizedMatrix:
         return matrix if self.order is None else torch.empty_like(matrix).index_copy_(1, self.order, matrix)
 
 
+Stack = Tensor | QuantizedMatrix
+"""E matrices of the same shape: [E, N, K], or quantized, all their rows as one matrix [E * N, K]."""
+
+
+def matrix_of(stack: Stack, index: int, count: int) -> Tensor | QuantizedMatrix:
+    """One of the ``count`` matrices of a stack."""
+    if isinstance(stack, Tensor):
+        return stack[index]
+    rows = stack.shape[0] // count
+    return stack.rows(index * rows, rows)
+
+
 def quantize(values: Tensor, form: Form) -> QuantizedMatrix:
     """Round values [N, K] so that the largest of each row or group keeps its size."""
     rows, cols = values.shape

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.kernels.interface import HeadPlaces, Norm, Weight, norm_of_stream
-from radixserve.kernels.quantized import FP8, QuantizedMatrix
+from radixserve.kernels.quantized import FP8, QuantizedMatrix, Stack, matrix_of
 
 # More tokens than ever lie within one bf16 rounding step of the largest logit.
 _REFINED_LOGITS = 16
@@ -71,7 +71,7 @@ class TorchOps:
         return stream, self.linear(y, weight, bias)
 
     def experts(
-        self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, per_token: int, normalized: bool, slots: Tensor
+        self, x: Tensor, router: Tensor, gate_up: Stack, down: Stack, per_token: int, normalized: bool, slots: Tensor
     ) -> Tensor:
         """The tokens of one expert are one product; how many each has must be known on the host, so on a device this
         waits for it."""
@@ -80,13 +80,14 @@ class TorchOps:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype).flatten()
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(down)).tolist()
+        counts = chosen.flatten().bincount(minlength=len(router)).tolist()
         out = torch.zeros_like(x)
         for expert, pairs in enumerate(order.split(counts)):
             if not len(pairs):
                 continue
             tokens = pairs // per_token
-            answer = self.linear(self.silu_mul(self.linear(x[tokens], gate_up[expert])), down[expert])
+            inner = self.silu_mul(self.linear(x[tokens], matrix_of(gate_up, expert, len(router))))
+            answer = self.linear(inner, matrix_of(down, expert, len(router)))
             out.index_add_(0, tokens, answer * weights[pairs, None])
         return out
 

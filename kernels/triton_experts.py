@@ -6,6 +6,9 @@ program multiplies a block with some of the expert's columns (the grouped produc
 of vLLM). Up to ``_FEW_TOKENS`` tokens need no sorting: a block is an expert, and its rows are all tokens, of which
 those count that go there. The answers of a token's experts are left apart, in the order of its choice, for the norm
 that follows to sum up; so results do not depend on timing.
+
+Quantized weights are widened on the way, which costs nothing where reading them is what takes the time. With many rows
+an expert, e4m3 weights meet rows that are rounded to e4m3 too, each with a scale of its own.
 """
 
 from __future__ import annotations
@@ -17,29 +20,37 @@ import triton
 from torch import Tensor
 
 from radixserve.kernels import triton_experts_kernels as kernels
+from radixserve.kernels.quantized import UNIT, QuantizedMatrix, Stack
 from radixserve.kernels.triton_linear import Tile
+from radixserve.kernels.triton_quantized import quantize_tokens
 
 _FEW_TOKENS = 16  # rows of the smallest tensor-core product
 _LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have
 _TABLE = 4096  # rows times experts that a program of the routing holds
-_LONGEST_PREFETCH = 4096  # of a row of weights, in values
+_LONGEST_PREFETCH = 8192  # of a row of weights, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Of both products; their rows are the same. ``group``: blocks of rows that walk together over the columns.
-    ``sorts``: tokens may be more than rows, so their pairs are sorted."""
+    ``sorts``: tokens may be more than rows, so their pairs are sorted. ``scaled``: rows are rounded to e4m3."""
 
     gate_up: Tile
     down: Tile
     group: int = 1
     sorts: bool = True
+    scaled: bool = False
 
 
-def choose_tiles(num_tokens: int, per_token: int, num_experts: int, shared_bytes: int) -> Tiles:
+def choose_tiles(
+    num_tokens: int, per_token: int, num_experts: int, shared_bytes: int, bits: int = 16, *, has_scaled: bool = False
+) -> Tiles:
     """By the pairs of an expert: few rows and narrow tiles where reading weights is all there is to do, square ones
-    where arithmetic is. ``shared_bytes``: of a multiprocessor."""
+    where arithmetic is. ``shared_bytes``: of a multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the
+    device multiplies e4m3."""
     share = num_tokens * per_token / num_experts
+    if bits < 16:
+        return _narrow_tiles(num_tokens, share, shared_bytes, scaled=has_scaled and bits == 8)
     if num_tokens <= _FEW_TOKENS:
         return Tiles(Tile(16, 8, 512, 3, 2), Tile(16, 16, 256, 3, 2), sorts=False)
     if share <= 4:
@@ -51,11 +62,26 @@ def choose_tiles(num_tokens: int, per_token: int, num_experts: int, shared_bytes
     return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8), group=8)
 
 
+def _narrow_tiles(num_tokens: int, share: float, shared_bytes: int, *, scaled: bool) -> Tiles:
+    """Of quantized weights: a group deep, and with more columns or stages, so that as many bytes are under way. By
+    arithmetic, not measured."""
+    if num_tokens <= _FEW_TOKENS:
+        return Tiles(Tile(16, 16, 128, 6, 2), Tile(16, 16, 128, 5, 2), sorts=False)
+    if share <= 4:
+        return Tiles(Tile(16, 32, 128, 5, 4), Tile(16, 64, 128, 4, 4))
+    if share <= 24:
+        return Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))
+    if share <= 256 or not scaled or shared_bytes < _LARGE_TILE_BYTES:
+        return Tiles(Tile(64, 64, 128, 3, 4), Tile(64, 128, 128, 3, 4), group=8, scaled=scaled)
+    return Tiles(Tile(128, 64, 128, 4, 8), Tile(128, 128, 128, 4, 8), group=8, scaled=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Where tokens go. ``weights`` fp32 and ``chosen`` int32, [T, k]; ``pairs`` and ``blocks`` as ``kernels.sort``
     leaves them, None for few tokens."""
 
+    num_experts: int
     weights: Tensor
     chosen: Tensor
     max_blocks: int
@@ -99,7 +125,7 @@ def route(
         launch_pdl=pdl,
     )
     if not tiles.sorts:
-        return Routing(weights, chosen, num_pairs)
+        return Routing(num_experts, weights, chosen, num_pairs)
     used = min(num_pairs, num_experts)
     max_blocks = used + (num_pairs - used) // block_rows  # every expert may leave its last block partly empty
     pairs, blocks = chosen.new_empty(num_pairs), chosen.new_empty(3, max_blocks)
@@ -119,40 +145,42 @@ def route(
         num_warps=8,
         launch_pdl=pdl,
     )
-    return Routing(weights, chosen, max_blocks, pairs, blocks)
+    return Routing(num_experts, weights, chosen, max_blocks, pairs, blocks)
 
 
 def experts(
     x: Tensor,  # [T, H]
-    gate_up: Tensor,  # [E, 2 I, H]
-    down: Tensor,  # [E, H, I]
+    gate_up: Stack,  # [E, 2 I, H]
+    down: Stack,  # [E, H, I]
     routing: Routing,
     tiles: Tiles,
     pdl: bool = True,
 ) -> Tensor:
     """Weighted answers [k, T, H], whose sum over k is the mixture's; those of tokens of nobody are anything."""
     num_tokens, hidden = x.shape
-    per_token, inner_size = routing.chosen.shape[1], down.shape[2]
+    per_token, inner_size = routing.chosen.shape[1], down.shape[-1]
     inner = x.new_empty(num_tokens * per_token, inner_size)
-    _launch(x, gate_up, inner, routing, tiles.gate_up, tiles.group, gated=True, pdl=pdl)
+    _launch(x, gate_up, inner, routing, tiles, gated=True, pdl=pdl)
     answers = x.new_empty(per_token, num_tokens, hidden)
-    _launch(inner, down, answers, routing, tiles.down, tiles.group, gated=False, pdl=pdl)
+    _launch(inner, down, answers, routing, tiles, gated=False, pdl=pdl)
     return answers
 
 
-def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, routing: Routing, tile: Tile, group: int, *, gated: bool, pdl: bool
-) -> None:
-    num_tokens, per_token = routing.chosen.shape
-    depth = min(tile.depth, max(16, triton.next_power_of_2(x.shape[1])))
-    while depth > 64 and x.shape[1] % depth:
-        depth //= 2
-    few = routing.pairs is None
-    inner, columns = x.shape[1], out.shape[-1]
+def _launch(x: Tensor, weight: Stack, out: Tensor, routing: Routing, tiles: Tiles, *, gated: bool, pdl: bool) -> None:
+    (num_tokens, per_token), (tile, group) = routing.chosen.shape, (tiles.gate_up if gated else tiles.down, tiles.group)
+    inner, columns, few = x.shape[1], out.shape[-1], routing.pairs is None
+    matrix, stored = (weight, weight.values) if isinstance(weight, QuantizedMatrix) else (None, weight)
+    depth = _depth(tile, inner, matrix)
+    x, x_scales = quantize_tokens(x, pdl) if tiles.scaled else (x, routing.weights)
+    scales = routing.weights if matrix is None else matrix.scales
+    row_bytes = inner * stored.itemsize if matrix is None else inner * matrix.form.bits // 8
     grid = triton.cdiv(routing.max_blocks, group) * group * triton.cdiv(columns, tile.columns)
     kernels.multiply[(grid,)](
         x,
-        weight,
+        x_scales,
+        stored,
+        scales,
+        scales if matrix is None or matrix.zeros is None else matrix.zeros,
         routing.weights,
         routing.chosen,
         routing.chosen if routing.pairs is None else routing.pairs,
@@ -162,7 +190,7 @@ def _launch(
         routing.max_blocks,
         columns,
         inner,
-        EXPERTS=len(weight),
+        EXPERTS=routing.num_experts,
         TOP=per_token,
         TOP_WIDTH=triton.next_power_of_2(per_token),
         ROWS=tile.rows,
@@ -170,7 +198,11 @@ def _launch(
         DEPTH=depth,
         STAGES=tile.stages,
         GROUP=group,
-        LINES=triton.next_power_of_2(triton.cdiv(inner, 64)) if few and inner <= _LONGEST_PREFETCH else 0,
+        LINES=triton.next_power_of_2(triton.cdiv(row_bytes, 128)) if few and row_bytes <= _LONGEST_PREFETCH else 0,
+        BITS=16 if matrix is None else matrix.form.bits,
+        GROUPED=matrix is not None and matrix.form.group is not None,
+        HALF=UNIT // 2,
+        X_SCALED=tiles.scaled,
         FEW=few,
         GATED=gated,
         WHOLE=inner % depth == 0,
@@ -178,3 +210,14 @@ def _launch(
         num_warps=tile.warps,
         launch_pdl=pdl,
     )
+
+
+def _depth(tile: Tile, inner: int, matrix: QuantizedMatrix | None) -> int:
+    """As the tile says, if groups of columns and their number allow it; sums of quantized weights have no rest."""
+    if matrix is not None and matrix.form.group is not None:
+        return matrix.form.group
+    depth: int = min(tile.depth, max(16, triton.next_power_of_2(inner)))
+    least = 64 if matrix is None else UNIT
+    while depth > least and inner % depth:
+        depth //= 2
+    return depth

@@ -193,10 +193,73 @@ def _load(ptrs, inside, WHOLE: tl.constexpr):
     return tl.load(ptrs) if WHOLE else tl.load(ptrs, mask=inside, other=0.0)
 
 
+@triton.jit
+def _quantized_products(
+    x_ptrs,  # [ROWS, lanes], the columns of the weights' lanes
+    weight_ptrs,  # [COLUMNS, lanes]; GATED: of the gates, N rows before the others
+    scale_ptrs,  # fp32 [COLUMNS], as ``weight_ptrs``
+    zero_ptrs,  # int8, as ``scale_ptrs``
+    live,
+    N,
+    K,  # a multiple of DEPTH
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """As ``_products``. What a weight stands for without its scale is exact in x's type; scales come to sums."""
+    width = K * BITS // 8
+    groups = K // DEPTH if GROUPED else 1
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gate_acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, K, DEPTH, num_stages=STAGES):
+        x = tl.load(x_ptrs + start, mask=live[:, None], other=0.0)
+        high = tl.load(x_ptrs + start + HALF, mask=live[:, None], other=0.0) if BITS == 4 else x
+        at, group = start * BITS // 8, start // DEPTH
+        shift = N * width if GATED else 0
+        spot = group + (N * groups if GATED else 0)
+        acc += _scaled_part(x, high, weight_ptrs + shift + at, scale_ptrs + spot, zero_ptrs + spot, BITS, GROUPED)
+        if GATED:
+            gate_acc += _scaled_part(x, high, weight_ptrs + at, scale_ptrs + group, zero_ptrs + group, BITS, GROUPED)
+    if not GROUPED:
+        acc *= tl.load(scale_ptrs + (N if GATED else 0))[None, :]
+        if GATED:
+            gate_acc *= tl.load(scale_ptrs)[None, :]
+    return acc, gate_acc
+
+
+@triton.jit
+def _scaled_part(x, high, weight_ptrs, scale_ptrs, zero_ptrs, BITS: tl.constexpr, GROUPED: tl.constexpr):
+    """The product of one group of columns (4 bits: the low ones with ``x``, the others with ``high``)."""
+    weight = tl.load(weight_ptrs)
+    if BITS == 8:
+        part = tl.dot(x, tl.trans(weight.to(x.dtype)))
+    else:
+        zero = tl.load(zero_ptrs)[:, None]
+        part = tl.dot(x, tl.trans(((weight & 15) - zero).to(x.dtype)))
+        part = tl.dot(high, tl.trans((((weight >> 4) & 15) - zero).to(x.dtype)), part)
+    return part * tl.load(scale_ptrs)[None, :] if GROUPED else part
+
+
+@triton.jit
+def _prefetch(row_ptrs, width, exists, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Ask the L2 cache for rows of ``width`` elements, LINE of which are 128 bytes, if they exist."""
+    line = tl.minimum(tl.arange(0, LINES), (width - 1) // LINE)
+    if exists:
+        prefetch_l2((row_ptrs[:, None] + line[None, :] * LINE).to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks"])
 def multiply(
     x_ptr,  # [T, K] if GATED, else [T * TOP, K]
-    weight_ptr,  # [EXPERTS, N, K], or [EXPERTS, 2 N, K] if GATED: first the gates
+    x_scale_ptr,  # fp32, of each row of x, if X_SCALED
+    weight_ptr,  # [EXPERTS, N, K], or [EXPERTS, 2 N, K] if GATED: first the gates; of 4 bits K / 2
+    weight_scale_ptr,  # fp32 [EXPERTS, rows, groups], if BITS < 16
+    weight_zero_ptr,  # int8, as the scales, if BITS == 4
     scales_ptr,  # fp32 [T, TOP]: what results are multiplied by, unless GATED
     chosen_ptr,  # int32 [T, TOP], read if FEW
     pairs_ptr,  # of sort
@@ -214,7 +277,11 @@ def multiply(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,  # blocks that walk together over the columns, so that they find x and weights in the L2 cache
-    LINES: tl.constexpr,  # a power of two >= K / 64: 128-byte lines of a row of weights to prefetch; 0: none
+    LINES: tl.constexpr,  # a power of two >= the 128-byte lines of a row of weights, to be prefetched; 0: none are
+    BITS: tl.constexpr,  # of a weight: 8 (e4m3) or 4; 16: not quantized
+    GROUPED: tl.constexpr,  # DEPTH columns of quantized weights share a scale; else a whole row does
+    HALF: tl.constexpr,  # columns of 4 bits that lie beside each other
+    X_SCALED: tl.constexpr,  # x is e4m3
     FEW: tl.constexpr,
     GATED: tl.constexpr,
     WHOLE: tl.constexpr,  # K is a multiple of DEPTH
@@ -226,7 +293,9 @@ def multiply(
     within = program % (GROUP * column_tiles)
     block = program // (GROUP * column_tiles) * GROUP + within % GROUP
     n = within // GROUP * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
+    width = K if BITS == 16 else K * BITS // 8  # elements of a row of weights
+    lane = tl.arange(0, DEPTH if BITS == 16 else DEPTH * BITS // 8)
+    k = lane // HALF * (2 * HALF) + lane % HALF if BITS == 4 else lane
     safe_n = tl.minimum(n, N - 1)
     if PDL:
         # The gated product is the first: it waits for the routing before it lets the second one start, which therefore
@@ -242,18 +311,28 @@ def multiply(
         expert, exists, pair, live = _sorted_block(pairs_ptr, blocks_ptr, block, max_blocks, ROWS)
     exists = exists & block_there
     rows_of_expert = N * 2 if GATED else N
-    expert_ptr = weight_ptr + expert.to(tl.int64) * rows_of_expert * K
+    first_row = expert.to(tl.int64) * rows_of_expert
+    expert_ptr = weight_ptr + first_row * width
     if PDL and not GATED:
         if LINES > 0:
-            line = tl.minimum(tl.arange(0, LINES), (K - 1) // 64)
-            if exists:
-                prefetch_l2((expert_ptr + safe_n[:, None] * K + line[None, :] * 64).to(tl.int64))
+            _prefetch(expert_ptr + safe_n * width, width, exists, LINES, 64 if BITS == 16 else 128)
         gdc_wait()
     if exists:
         x_row = pair // TOP if GATED else pair
         x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
-        weight_ptrs = expert_ptr + safe_n[:, None] * K + k[None, :]
-        acc, gate = _products(x_ptrs, weight_ptrs, live, N, K, ROWS, COLUMNS, DEPTH, STAGES, GATED, WHOLE)
+        weight_ptrs = expert_ptr + safe_n[:, None] * width + lane[None, :]
+        if BITS == 16:
+            acc, gate = _products(x_ptrs, weight_ptrs, live, N, K, ROWS, COLUMNS, DEPTH, STAGES, GATED, WHOLE)
+        else:
+            spot = (first_row + safe_n) * (K // DEPTH if GROUPED else 1)
+            acc, gate = _quantized_products(
+                x_ptrs, weight_ptrs, weight_scale_ptr + spot, weight_zero_ptr + spot, live, N, K,
+                BITS, GROUPED, HALF, ROWS, COLUMNS, DEPTH, STAGES, GATED,
+            )  # fmt: skip
+        if X_SCALED:
+            x_scale = tl.load(x_scale_ptr + x_row, mask=live, other=0.0)[:, None]
+            acc *= x_scale
+            gate *= x_scale
         if GATED:
             result = gate / (1.0 + tl.exp(-gate)) * acc
             line_out = pair.to(tl.int64)

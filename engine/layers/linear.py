@@ -62,21 +62,28 @@ class MergedLinear(Linear):
         self.parts = parts
 
 
-class QuantizedLinear(Projection):
-    """What stands in for a ``Linear`` whose weights are 8 or 4 bits wide."""
+class MatrixStorage(nn.Module):
+    """Holds a quantized matrix of so many rows and columns."""
 
-    def __init__(self, linear: Linear, form: Form):
+    def __init__(self, form: Form, rows: int, cols: int):
         super().__init__()
-        self.parts, self.bias = linear.parts, linear.bias
-        with linear.weight.device:
-            matrix = QuantizedMatrix.empty(form, *linear.weight.shape)
         self._form = form
+        matrix = QuantizedMatrix.empty(form, rows, cols)
         for name in _TENSORS:
             self.register_buffer(name, getattr(matrix, name))
 
     @property
     def matrix(self) -> QuantizedMatrix:
         return QuantizedMatrix(self._form, *(getattr(self, name) for name in _TENSORS))
+
+
+class QuantizedLinear(MatrixStorage, Projection):
+    """What stands in for a ``Linear`` whose weights are 8 or 4 bits wide."""
+
+    def __init__(self, linear: Linear, form: Form):
+        with linear.weight.device:
+            super().__init__(form, *linear.weight.shape)
+        self.parts, self.bias = linear.parts, linear.bias
 
 
 class Embedding(nn.Module):

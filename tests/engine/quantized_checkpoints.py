@@ -17,7 +17,7 @@ from torch import Tensor
 from radixserve.tests.engine import tiny_models
 
 GROUP, BLOCK = 32, (32, 64)
-_KEPT = ("embed_tokens", "lm_head", "mlp.gate")  # what quantizers leave as it is
+_KEPT = ("embed_tokens", "lm_head", "mlp.gate", "moe.gate")  # what quantizers leave as it is
 Written = tuple[dict[str, Tensor], Tensor]
 Writer = Callable[[Tensor], Written]
 

@@ -53,6 +53,7 @@ SIZES: dict[str, Any] = {
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
 SMALL_HEADS: dict[str, Any] = {
     "hidden_size": 576,
     "head_dim": 64,
@@ -307,12 +308,35 @@ def test_quantized_weights_and_caches_are_near_what_they_stand_for(
 ) -> None:
     """Prompts of one and of many tokens, and decodes that continue them, so each product gets its turn."""
     oracle = save_quantized("llama", tmp_path, write, config, **SIZES)
-    with Model(str(tmp_path), oracle).open(**options) as llm:
+    check_logprobs(Model(str(tmp_path), oracle), **options)
+
+
+@pytest.mark.parametrize(
+    ("write", "config", "options"),
+    [
+        (fp8_by_row, FP8, {}),
+        (fp8_by_block, {**FP8, "weight_block_size": BLOCK}, {}),
+        (fp8_by_row, FP8, {"deterministic": True}),
+        (fp8_by_block, {**FP8, "weight_block_size": BLOCK}, {"moe_backend": "torch"}),
+        (awq, AWQ, {"max_num_batched_tokens": 48}),
+    ],
+)
+def test_quantized_experts_are_near_what_they_stand_for(
+    write: Writer, config: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """With few tokens an expert weights are widened, with many the tokens are rounded, where the form allows it."""
+    oracle = save_quantized("qwen3moe", tmp_path, write, config, **SIZES, **EXPERTS)
+    check_logprobs(Model(str(tmp_path), oracle), **options)
+
+
+def check_logprobs(model: Model, **options: Any) -> None:
+    """Of prompts and answers: those of the oracle, but for the rounding of activations and caches."""
+    with model.open(**options) as llm:
         rules = greedy(prompt_logprobs=0, logprobs=0)
         for completion in llm.generate(tiny_models.PROMPTS[1:], rules):
             assert completion.prompt_logprobs is not None and completion.logprobs is not None
             ids = completion.prompt_token_ids + completion.token_ids
-            exact = tiny_models.logits(oracle, ids).log_softmax(-1)[:-1]
+            exact = tiny_models.logits(model.oracle, ids).log_softmax(-1)[:-1]
             found = [entry.logprob for entry in (*completion.prompt_logprobs[1:], *completion.logprobs) if entry]
             expected = exact.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
             assert float((torch.tensor(found) - expected).abs().mean()) < 0.15 * float(exact.std())

@@ -71,11 +71,16 @@ def test_the_floor_of_a_step_is_the_weights_that_its_tokens_reach(benchmark: Any
     dense, expert = 48 * (attention + 128 * 2048) + 151936 * 2048 + 2048, 3 * 768 * 2048
     assert floor.weight_bytes(1) == pytest.approx(2 * (dense + 48 * 8 * expert))
     assert floor.weight_bytes(10_000) == pytest.approx(2 * (dense + 48 * 128 * expert))
+    narrow = benchmark.Floor(spec_from_config(benchmark.QWEN3_30B_A3B), is_fp8=True)
+    kept = 48 * 128 * 2048 + 151936 * 2048  # routers and the head
+    assert narrow.weight_bytes(10_000) == pytest.approx(dense + kept + 48 * 128 * expert, rel=0.01)
 
 
-@pytest.mark.parametrize("what", ["engine", "layer"])
-def test_the_benchmark_of_mixtures_runs_without_a_gpu(benchmark: Any, what: str, tmp_path: Path) -> None:
-    benchmark.main([what, "--tiny", f"--out={tmp_path / 'out.json'}"], main)
+@pytest.mark.parametrize(("what", "quantization"), [("engine", "auto"), ("engine", "fp8"), ("layer", "auto")])
+def test_the_benchmark_of_mixtures_runs_without_a_gpu(
+    benchmark: Any, what: str, quantization: str, tmp_path: Path
+) -> None:
+    benchmark.main([what, "--tiny", f"--quantization={quantization}", f"--out={tmp_path / 'out.json'}"], main)
     found = json.loads((tmp_path / "out.json").read_text())
     if what == "engine":
         assert found["offline"]["tokens_per_s"][0] < found["floor_tokens_per_s"]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.build import build_engine
+from radixserve.engine.decoder import Decoder
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.llm import LLM
 from radixserve.engine.load_model import load_model
@@ -18,6 +19,7 @@ from radixserve.engine.model_files import resolve_model
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.sharding import Shard
 from radixserve.kernels.packing import WeightKind, kind_of
+from radixserve.kernels.quantized import QuantizedMatrix
 from radixserve.kernels.select import BackendUnavailable, select_native
 from radixserve.tests.engine import quantized_checkpoints as formats
 from radixserve.tests.engine import tiny_models
@@ -67,6 +69,18 @@ def expected_logprobs(oracle: Any) -> torch.Tensor:
     return found[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 
+def load(folder: Path, packing: str | None = None) -> Decoder:
+    files = resolve_model(str(folder))
+    options = torch.float32, torch.device("cpu"), 64, packing, lambda what, share: None, Shard()
+    return load_model(ServeConfig(model=str(folder)), files, load_spec(files), *options)
+
+
+def expert_bits(folder: Path) -> int | None:
+    """Of the weights in memory, if they are quantized."""
+    stack, _ = load(folder).model.layers[0].mlp.experts.stacks
+    return stack.form.bits if isinstance(stack, QuantizedMatrix) else None
+
+
 def description(folder: Path, **options: Any) -> str:
     config = {"model": str(folder), "device": "cpu", "cpu_threads": 1, "num_pages": 64, "max_model_len": 256}
     return build_engine(ServeConfig(**{**config, **options})).description
@@ -88,11 +102,31 @@ def test_biases_merged_matrices_and_norms_behind(case: str, variant: str, tmp_pa
     torch.testing.assert_close(found, expected_logprobs(oracle), atol=1e-4, rtol=1e-4)
 
 
-def test_experts_are_dequantized(tmp_path: Path) -> None:
-    """Their columns (24) are fewer than a group of 4 bits has."""
+@pytest.mark.parametrize(
+    ("case", "variant", "bits"),
+    [
+        ("fp8 by block", "qwen3moe-mixed", 8),
+        ("compressed fp8 by row", "qwen3moe", 8),
+        ("awq", "mixtral", 4),
+        ("gptq", "qwen3moe", 4),
+        ("compressed int4", "qwen3moe-mixed", 4),
+        ("gptq in another order", "qwen3moe", None),
+    ],
+)
+def test_experts_stay_as_narrow_as_stored(case: str, variant: str, bits: int | None, tmp_path: Path) -> None:
+    """But for columns in another order, which each expert may have in its own way."""
+    inner = {"intermediate_size" if variant == "mixtral" else "moe_intermediate_size": 96}
+    oracle = save_quantized(variant, tmp_path, *CASES[case][:2], **inner)
+    found = logprobs(tmp_path, cpu_weights="fp32")
+    torch.testing.assert_close(found, expected_logprobs(oracle), atol=1e-4, rtol=1e-4)
+    assert expert_bits(tmp_path) == bits
+
+
+def test_experts_whose_columns_do_not_fill_groups_are_dequantized(tmp_path: Path) -> None:
     oracle = save_quantized("qwen3moe-mixed", tmp_path, *CASES["fp8 by block"][:2])
     found = logprobs(tmp_path, cpu_weights="fp32")
     torch.testing.assert_close(found, expected_logprobs(oracle), atol=1e-4, rtol=1e-4)
+    assert expert_bits(tmp_path) is None
 
 
 @pytest.mark.parametrize("case", ["fp8 by block", "awq"])
@@ -119,9 +153,7 @@ def test_native_kernels_keep_4_bits_where_they_can(case: str, kind: WeightKind, 
     except BackendUnavailable as reason:
         pytest.skip(str(reason))
     oracle = save_quantized("llama", tmp_path, *CASES[case][:2])
-    files = resolve_model(str(tmp_path))
-    options = torch.float32, torch.device("cpu"), 64, "auto", lambda what, share: None, Shard()
-    model = load_model(ServeConfig(model=str(tmp_path)), files, load_spec(files), *options)
+    model = load(tmp_path, "auto")
     weight = model.model.layers[1].mlp.down_proj.weight
     assert isinstance(weight, torch.Tensor) and kind_of(weight, 96) == kind
     expected = oracle.model.layers[1].mlp.down_proj.weight
@@ -144,10 +176,43 @@ def test_a_checkpoint_is_rounded_to_fp8_while_it_is_loaded(tmp_path: Path) -> No
     assert "in fp8 and float32 (" in description(tmp_path, cpu_weights="fp32", quantization="fp8")
 
 
-@pytest.mark.parametrize(("config", "kind"), [(None, "fp8"), (BLOCKS, "fp8"), (AWQ, "int4")])
-def test_random_weights_are_quantized(config: dict[str, Any] | None, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_experts_are_rounded_to_fp8_while_they_are_loaded(is_stacked: bool, tmp_path: Path) -> None:
+    oracle = tiny_models.make("qwen3moe", moe_intermediate_size=32)
+    path = tiny_models.save(oracle, tmp_path) / "model.safetensors"
+    stored = load_file(path)
+    meant = {name: formats.fp8_by_row(values)[1] if "_proj" in name else values for name, values in stored.items()}
+    if is_stacked:
+        for layer in range(3):
+            path_of = f"model.layers.{layer}.mlp.experts"
+            parts = {
+                part: torch.stack([stored.pop(f"{path_of}.{i}.{part}_proj.weight") for i in range(6)])
+                for part in ("gate", "up", "down")
+            }
+            stored[f"{path_of}.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+            stored[f"{path_of}.down_proj"] = parts["down"]
+    save_file(meant, path, metadata={"format": "pt"})
+    oracle = type(oracle).from_pretrained(tmp_path).float().eval()
+    save_file(stored, path)
+    found = logprobs(tmp_path, cpu_weights="fp32", quantization="fp8")
+    torch.testing.assert_close(found, expected_logprobs(oracle), atol=1e-4, rtol=1e-4)
+    assert "in fp8 and float32 (" in description(tmp_path, cpu_weights="fp32", quantization="fp8")
+
+
+@pytest.mark.parametrize(
+    ("variant", "config", "kind"),
+    [
+        ("llama", None, "fp8"),
+        ("llama", BLOCKS, "fp8"),
+        ("llama", AWQ, "int4"),
+        ("qwen3moe", None, "fp8"),
+        ("qwen3moe", AWQ, "int4"),
+    ],
+)
+def test_random_weights_are_quantized(variant: str, config: dict[str, Any] | None, kind: str, tmp_path: Path) -> None:
     """By the option, or as the checkpoint of the configuration would be."""
-    tiny_models.save(tiny_models.make("llama"), tmp_path)
+    sizes = {"moe_intermediate_size": 96} if variant == "qwen3moe" else {}
+    tiny_models.save(tiny_models.make(variant, **sizes), tmp_path)
     path = tmp_path / "config.json"
     if config is not None:
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
@@ -162,7 +227,7 @@ def test_quantization_that_does_not_go_together_is_refused_by_name(tmp_path: Pat
     tiny_models.save(tiny_models.make("qwen3moe"), tmp_path / "experts")
     for model, options, message in [
         (tmp_path / "awq", {"cpu_weights": "fp32"}, r"not quantized, and this one is in int4 \(AWQ, groups of 32\)"),
-        (tmp_path / "experts", {"cpu_weights": "fp32"}, "does not cover mixtures of experts"),
+        (tmp_path / "experts", {"tensor_parallel_size": 2}, "mixture of experts does not go with --tensor-parallel"),
         ("smollm2-135m-instruct", {"cpu_weights": "fp32"}, "is for safetensors"),
         ("smollm2-135m-instruct", {}, "native CPU kernels, which have --cpu-weights int8"),
     ]:

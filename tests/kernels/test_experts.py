@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixserve.kernels.quantized import Form, QuantizedMatrix, Stack, quantize
 from radixserve.kernels.torch_ops import TorchOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,13 +44,33 @@ class Mixture:
             scores[:, self.favourite] += 100
         return scores
 
-    def answer(self, x: Tensor, slots: Tensor, per_token: int, normalized: bool, **changes: Any) -> Tensor:
+    def quantized(self, form: Form) -> tuple[QuantizedMatrix, QuantizedMatrix]:
+        """As stacks, with zero points that differ; from now on the weights are what these mean."""
+        gate_up, down = (quantize(stack.flatten(0, 1), form) for stack in (self.gate_up, self.down))
+        for matrix in (gate_up, down):
+            if matrix.zeros is not None:
+                matrix.zeros.copy_(torch.randint(6, 11, matrix.zeros.shape, device=DEVICE))
+        self.gate_up = gate_up.dequantized(torch.float32).view_as(self.gate_up)
+        self.down = down.dequantized(torch.float32).view_as(self.down)
+        return gate_up, down
+
+    def answer(
+        self,
+        x: Tensor,
+        slots: Tensor,
+        per_token: int,
+        normalized: bool,
+        stacks: tuple[Stack, Stack] | None = None,
+        tiles: Any = None,
+    ) -> Tensor:
         from radixserve.kernels.triton_experts import choose_tiles, experts, route
 
-        tiles = choose_tiles(len(x), per_token, len(self.router), SHARED_BYTES)
+        gate_up, down = stacks or (self.gate_up, self.down)
+        bits = gate_up.form.bits if isinstance(gate_up, QuantizedMatrix) else 16
+        tiles = tiles or choose_tiles(len(x), per_token, len(self.router), SHARED_BYTES, bits)
         pdl = not INTERPRETED
         routing = route(self.scores(x), slots, per_token, normalized, tiles, pdl)
-        return experts(x, self.gate_up, self.down, routing, tiles, pdl).float().sum(0)
+        return experts(x, gate_up, down, routing, tiles, pdl).float().sum(0)
 
     def expected(self, x: Tensor, per_token: int, normalized: bool) -> Tensor:
         """In fp32, one token and expert at a time."""
@@ -119,6 +140,48 @@ def test_scores_that_are_no_numbers_spoil_only_their_own_token(tokens: int) -> N
     out = mixture.answer(x, torch.arange(tokens, device=DEVICE), 2, True)
     assert out[2].isnan().all()
     assert error(out[others], mixture.expected(x[others], 2, True)) < (1e-5 if INTERPRETED else 1e-2)
+
+
+FORMS = [Form(8, None), Form(8, 128), Form(8, 32), Form(4, 32), Form(4, 128)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_quantized_experts_answer_what_their_weights_stand_for(form: Form, tokens: int) -> None:
+    mixture, x = Mixture(6, 256, 128), randn(tokens, 256)
+    stacks, slots = mixture.quantized(form), torch.arange(tokens, device=DEVICE)
+    out = mixture.answer(x, slots, 2, True, stacks)
+    assert error(out, mixture.expected(x, 2, True)) < (1e-5 if INTERPRETED else 1e-2)
+    by_torch = TorchOps().experts(x, mixture.router, *stacks, 2, True, slots)
+    assert error(by_torch, mixture.expected(x, 2, True)) < (1e-5 if INTERPRETED else 2e-2)
+
+
+@pytest.mark.parametrize("form", [Form(8, None), Form(8, 64)], ids=str)
+def test_columns_of_quantized_experts_need_not_fill_a_tile(form: Form) -> None:
+    mixture, x = Mixture(6, 192, 320), randn(20, 192)
+    out = mixture.answer(x, torch.arange(20, device=DEVICE), 2, False, mixture.quantized(form))
+    assert error(out, mixture.expected(x, 2, False)) < (1e-5 if INTERPRETED else 1e-2)
+
+
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+def test_with_many_rows_an_expert_they_are_rounded_to_e4m3_too(form: Form) -> None:
+    from radixserve.kernels.triton_experts import choose_tiles
+    from radixserve.kernels.triton_quantized import quantize_tokens
+
+    def rounded(rows: Tensor) -> Tensor:
+        narrow, scales = quantize_tokens(rows, pdl=not INTERPRETED)
+        return (narrow.float() * scales).to(DTYPE)
+
+    mixture, x = Mixture(2, 256, 128, favourite=1), randn(75, 256)
+    stacks, slots = mixture.quantized(form), torch.arange(75, device=DEVICE)
+    tiles = choose_tiles(75, 1, 2, SHARED_BYTES, 8, has_scaled=True)
+    assert tiles.scaled and not choose_tiles(75, 1, 2, SHARED_BYTES, 4, has_scaled=True).scaled
+    gate, up = (rounded(x).float() @ mixture.gate_up[1].T).chunk(2, 1)
+    inner = (torch.nn.functional.silu(gate) * up).to(DTYPE)
+    expected = rounded(inner).float() @ mixture.down[1].T
+    assert error(mixture.answer(x, slots, 1, True, stacks, tiles), expected) < 2e-2
+    widened = mixture.answer(x, slots, 1, True, stacks)
+    assert error(widened, mixture.expected(x, 1, True)) < (1e-5 if INTERPRETED else 1e-2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no graphs")
