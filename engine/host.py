@@ -69,8 +69,14 @@ def _memory_room(group: Path) -> int | None:
     ):
         limit, usage = _read(group / limit_file), _read(group / usage_file)
         if limit and usage and limit != "max":
-            return int(limit) - int(usage)
+            return int(limit) - int(usage) + _idle_cache(group)
     return None
+
+
+def _idle_cache(group: Path) -> int:
+    """Bytes that count as used and are given back when somebody needs them: files read once, such as a checkpoint."""
+    numbers = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    return int(numbers.get("total_inactive_file") or numbers.get("inactive_file") or 0)  # version 1 or 2 of the groups
 
 
 def _read(path: Path) -> str:

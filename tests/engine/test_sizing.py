@@ -1,9 +1,12 @@
 """What "auto" comes to."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from radixserve.configs.schema import CacheOptions, ModelOptions, RunnerOptions, SchedulerOptions
+from radixserve.engine import host
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.host import available_memory, usable_cores
 from radixserve.engine.model_spec import LayerSpec, ModelSpec
@@ -113,3 +116,21 @@ def test_cuda_cache_gets_what_weights_and_the_largest_step_leave() -> None:
 def test_the_host_has_cores_and_memory() -> None:
     assert usable_cores() >= 1
     assert available_memory() > 0
+
+
+@pytest.mark.parametrize(
+    ("limit_file", "usage_file", "idle_cache"),
+    [
+        ("memory.max", "memory.current", "anon 5\ninactive_file 300\nactive_file 7\n"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 1\ntotal_inactive_file 300\n"),
+    ],
+)
+def test_files_that_a_container_has_read_leave_room_in_it(
+    limit_file: str, usage_file: str, idle_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    for group in (tmp_path, tmp_path / "memory"):  # whichever version this machine has
+        group.mkdir(exist_ok=True)
+        for name, text in ((limit_file, "1000\n"), (usage_file, "900\n"), ("memory.stat", idle_cache)):
+            (group / name).write_text(text)
+    assert available_memory() == 400
