@@ -99,6 +99,7 @@ class RunnerOptions(OptionGroup):
     profile: str | None = Field(None, description="Folder for a torch trace of the engine's steps 100 to 149")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer (see docs/tensor_parallel.md)")
+    disable_custom_all_reduce: bool = Field(False, description="Leave all sums over these GPUs to NCCL")
     cpu_weights: Literal["auto", "int4", "int8", "bf16", "fp32"] = Field(
         "auto", description="Weights on a CPU; auto: as precise as the checkpoint's (see docs/performance.md)"
     )

@@ -40,7 +40,14 @@ from radixserve.engine.weights import Progress
 from radixserve.kernels.interface import AttentionKernel, AttentionShape
 from radixserve.kernels.native_ops import NativeAttention, NativeOps
 from radixserve.kernels.quantized import FP8
-from radixserve.kernels.select import BackendUnavailable, select_attention, select_decode_inputs, select_draw
+from radixserve.kernels.select import (
+    BackendUnavailable,
+    makes_sums,
+    select_attention,
+    select_decode_inputs,
+    select_draw,
+    select_ops,
+)
 from radixserve.kvcache.manager import CacheManager
 from radixserve.kvcache.mha import KVShape, MHAKVCache
 from radixserve.kvcache.naive import NaivePrefixCache
@@ -72,7 +79,7 @@ def build_engine(
         return _assemble(design, _load(design, None, progress))
     check_no_group()
     progress("starting the other ranks", 0.0)
-    ranks = TorchRanks(shard, design.sizes.device)
+    ranks = TorchRanks(shard, design.sizes.device, only_nccl=config.disable_custom_all_reduce)
     team = Team.start(config, on_loss or (lambda reason, status: ranks.abort()))
     with ExitStack() as undo, team.starting():
         undo.callback(ranks.leave)
@@ -91,7 +98,7 @@ def build_follower(config: ServeConfig, shard: Shard, meeting: Path) -> Runner:
     """What rank ``shard`` executes plans with, once all ranks have come to the folder ``meeting``. All of them go the
     same way through this module, which leads through the same collectives. Raises as ``build_engine`` does."""
     design = Design.of(config, shard, ignore_progress)
-    ranks = TorchRanks(shard, design.sizes.device)
+    ranks = TorchRanks(shard, design.sizes.device, only_nccl=config.disable_custom_all_reduce)
     (meeting / str(shard.rank)).touch()
     ranks.meet(meeting)
     return _load(design, ranks, ignore_progress).runner
@@ -116,8 +123,7 @@ def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> _Load
         scale_kv(model)
     progress("sizing the KV cache", 1.0)
     if ranks is not None:
-        ops = ParallelOps(kernels.ops, design.shard, ranks, design.spec.vocab_size)
-        design = replace(design, kernels=replace(kernels, ops=ops))
+        design = replace(design, kernels=replace(kernels, ops=_parallel_ops(design, ranks)))
     parts = _Parts(design, model)
     num_pages = parts.choose_num_pages()
     if ranks is not None:
@@ -125,6 +131,14 @@ def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> _Load
     runner = parts.runner(num_pages)
     parts.prepare(runner, progress)
     return _Loaded(runner, num_pages, describe_weights(model))
+
+
+def _parallel_ops(design: Design, ranks: TorchRanks) -> ParallelOps:
+    config, spec, kernels, device = design.config, design.spec, design.kernels, design.sizes.device
+    # With a norm between product and stream nothing but whole sums is ever pending.
+    norms_sum = makes_sums(device, kernels.dtype) and not spec.sandwich_norms
+    ops = select_ops(device, kernels.dtype, config.moe_backend, sums=ranks) if norms_sum else kernels.ops
+    return ParallelOps(ops, design.shard, ranks, spec.vocab_size, norms_sum=norms_sum)
 
 
 def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from radixserve.engine.errors import ConfigError
+from radixserve.engine.peers import PeerLink, connect_peers
 from radixserve.engine.sharding import Shard
+from radixserve.kernels.interface import Norm
 
 _TAKE_DOWN_S = 10.0
 
@@ -57,11 +59,14 @@ class TorchRanks:
     instead. So it is aborted, in the background, and whoever owns the graphs releases them before ``leave``.
     """
 
-    def __init__(self, shard: Shard, device: torch.device):
+    def __init__(self, shard: Shard, device: torch.device, *, only_nccl: bool = False):
+        """``only_nccl``: kernels of ours shall make no sums."""
+        self._only_nccl = only_nccl
         self._shard = shard
         self._device = device
         self._background = Background()
         self._met = False
+        self._peers: PeerLink | None = None
 
     def meet(self, meeting: Path) -> None:
         """Blocks until all ranks are there, who find each other by files in ``meeting``."""
@@ -78,10 +83,22 @@ class TorchRanks:
         )
         self._met = True
         self.least(0)  # NCCL connects with the first collective, which must not be one that is captured in a graph
+        if self._on_gpu and not self._only_nccl:
+            self._peers = connect_peers(self._shard, self._device, self.all_gather)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.sums.fits(tensor):
+            return self._peers.sums.all_reduce(tensor)
         dist.all_reduce(tensor)
         return tensor
+
+    def fits(self, part: Tensor) -> bool:
+        """See ``RankSums``, which this implements."""
+        return self._peers is not None and self._peers.sums.fits(part)
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        assert self._peers is not None
+        return self._peers.sums.add_rms_norm(part, residual, norm)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         size = self._shard.size
@@ -100,16 +117,26 @@ class TorchRanks:
     def abort(self) -> None:
         """Let those fail that wait for a rank that is gone. By any thread; returns at once."""
         group = dist.group.WORLD if self._met else None
-        if group is not None and self._on_gpu:  # gloo's fail by themselves
-            self._background.submit(group.abort)
+        if group is None or not self._on_gpu:  # gloo's fail by themselves
+            return
+        if self._peers is not None:
+            self._background.submit(self._peers.let_go)
+        self._background.submit(group.abort)
 
     def leave(self) -> None:
         """Undo ``meet``, once no collective will follow. Waits for no other rank, and not for ever."""
         if not self._met:
             return
         self._met = False
-        take_down = dist.distributed_c10d._abort_process_group if self._on_gpu else dist.destroy_process_group
-        if not self._background.submit(take_down).wait(_TAKE_DOWN_S):
+        if self._peers is not None:
+            self._background.submit(self._peers.let_go)
+        ended = self._background.submit(
+            dist.distributed_c10d._abort_process_group if self._on_gpu else dist.destroy_process_group
+        )
+        if self._peers is not None:
+            ended = self._background.submit(self._peers.close)
+            self._peers = None
+        if not ended.wait(_TAKE_DOWN_S):
             _log.warning("NCCL has not let go of its memory after %.0f s; it does when this process ends", _TAKE_DOWN_S)
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton_quantized
-from radixserve.kernels.interface import HeadPlaces, Norm, Weight, norm_of_stream
+from radixserve.kernels.interface import HeadPlaces, Norm, RankSums, Weight, norm_of_stream
 from radixserve.kernels.quantized import Product, QuantizedMatrix, Stack, choose_product
 from radixserve.kernels.torch_ops import TorchOps
 
@@ -19,15 +19,27 @@ _MAX_COLUMNS_IN_PARTS = 4096
 class CudaOps(TorchOps):
     """Stateless; see ``Ops`` for shapes. ``pdl``: programmatic dependent launch (compute capability 9.0 and later).
     ``experts``: whose mixtures of experts are used; None: those of ``triton_experts``. ``multiplies_fp8``: whether
-    the device does, with scales of rows."""
+    the device does, with scales of rows. ``sums``: with them all that is left pending is a rank's part of a sum, which
+    the norm that takes it makes."""
 
-    def __init__(self, pdl: bool, experts: TorchOps | None = None, *, multiplies_fp8: bool = False) -> None:
-        self._pdl, self._experts, self._multiplies_fp8 = pdl, experts, multiplies_fp8
+    def __init__(
+        self,
+        pdl: bool,
+        experts: TorchOps | None = None,
+        *,
+        multiplies_fp8: bool = False,
+        sums: RankSums | None = None,
+    ) -> None:
+        self._pdl, self._experts, self._multiplies_fp8, self._sums = pdl, experts, multiplies_fp8, sums
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return triton_ops.rms_norm(x, norm, None, self._pdl)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if self._sums is not None:
+            if self._sums.fits(x):
+                return self._sums.add_rms_norm(x, residual, norm), residual
+            x = self._sums.all_reduce(x if x.dim() == 2 else x.sum(0))
         # x comes from a product of the library, which lets nothing start before it ends: an early launch only costs.
         return triton_ops.rms_norm(x, norm, residual, pdl=False), residual
 
@@ -70,7 +82,9 @@ class CudaOps(TorchOps):
         self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         if self._is_fused(weight, bias, len(y)):
-            return triton_linear.fused_linear(y, weight, residual=stream, pdl=self._pdl), None
+            residual = None if self._sums else stream
+            product = triton_linear.fused_linear(y, weight, residual=residual, pdl=self._pdl)
+            return (stream, product) if self._sums else (product, None)
         if isinstance(weight, Tensor) and bias is None and (parts := _num_parts(len(y), weight)) > 1:
             return stream, _linear_in_parts(y, weight, parts)
         return stream, self.linear(y, weight, bias)

@@ -188,6 +188,24 @@ class Ops(Protocol):
         ...
 
 
+class RankSums(Protocol):
+    """Sums over the ranks of tensor parallelism. All make the same ones in the same order, with tensors of the same
+    shape and type, and get the same bits."""
+
+    def fits(self, part: Tensor) -> bool:
+        """Whether ``add_rms_norm`` takes a part of that shape and type."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' ``tensor``; may overwrite it."""
+        ...
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        """The norm [T, H] of the sum of all ranks' ``part`` and ``residual``, which is replaced by that sum. part:
+        [T, H] or in parts [P, T, H]."""
+        ...
+
+
 def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     """How ``Ops.project`` begins where no kernel does it along with the product: (rms_norm(stream), the stream), both
     with nothing pending."""

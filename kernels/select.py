@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from radixserve.kernels.interface import (
     DrawKernel,
     Ops,
     PlannedAttention,
+    RankSums,
 )
 from radixserve.kernels.invariant import InvariantAttention, InvariantOps
 from radixserve.kernels.native_library import NativeUnavailable, load_native
@@ -48,20 +49,31 @@ def select_native(
 
 
 def select_ops(
-    device: torch.device, dtype: torch.dtype, moe_backend: str = "auto", *, deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    moe_backend: str = "auto",
+    *,
+    deterministic: bool = False,
+    sums: RankSums | None = None,
 ) -> Ops:
     """Operations of a layer for ``device`` and activations of ``dtype``; ``select_native`` for packed weights.
     ``moe_backend``: "torch" has experts multiplied by torch, on a GPU too. ``deterministic``: results of a token must
-    not depend on its batch."""
+    not depend on its batch. ``sums``: they have norms make the sums over ranks, if ``makes_sums``."""
     by_torch = InvariantOps() if deterministic else TorchOps()
-    if device.type != "cuda" or dtype not in _HALF_TYPES:
+    if not makes_sums(device, dtype):
         return by_torch
     from radixserve.kernels.cuda_invariant import InvariantCudaOps  # Triton comes with torch for CUDA only
     from radixserve.kernels.cuda_ops import CudaOps
 
     experts = by_torch if moe_backend == "torch" else None
     is_hopper = _has_pdl(device)  # or later: torch's products of e4m3 with scales of rows are made for it
-    return (InvariantCudaOps if deterministic else CudaOps)(is_hopper, experts, multiplies_fp8=is_hopper)
+    kind = InvariantCudaOps if deterministic else CudaOps
+    return kind(is_hopper, experts, multiplies_fp8=is_hopper, sums=sums)
+
+
+def makes_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether operations for them can make sums over ranks along with norms."""
+    return device.type == "cuda" and dtype in _HALF_TYPES
 
 
 def select_draw(device: torch.device) -> DrawKernel | None:
@@ -71,6 +83,13 @@ def select_draw(device: torch.device) -> DrawKernel | None:
     from radixserve.kernels.triton_sampling import sample
 
     return partial(sample, pdl=_has_pdl(device))
+
+
+def select_peer_sums(rank: int, mailboxes: Sequence[int], slice_bytes: int, device: torch.device) -> RankSums:
+    """Sums over ranks by kernels that write to ``mailboxes``, see ``triton_peers.PeerSums``."""
+    from radixserve.kernels.triton_peers import PeerSums
+
+    return PeerSums(rank, mailboxes, slice_bytes, device)
 
 
 def select_decode_inputs(device: torch.device) -> DecodeInputs | None:

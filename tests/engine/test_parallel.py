@@ -18,8 +18,11 @@ from radixserve.engine.kv_scales import scale_kv
 from radixserve.engine.layers.linear import QuantizedLinear
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
+from radixserve.engine.parallel import ParallelOps
 from radixserve.engine.sharding import Shard, local_spec
+from radixserve.kernels.interface import Norm, Weight
 from radixserve.kernels.quantized import Form, quantize
+from radixserve.kernels.torch_ops import TorchOps
 from radixserve.tests.engine import tiny_models
 from radixserve.tests.engine.quantized_checkpoints import (
     BLOCK,
@@ -63,6 +66,22 @@ class ThreadSeat:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._ranks.exchange(self._rank, tensor)
+
+
+class SummingOps(TorchOps):
+    """Whose norms make the sums over ranks, and whose products are left in parts, as on a GPU."""
+
+    def __init__(self, seat: ThreadSeat):
+        self._seat = seat
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        return super().add_rms_norm(self._seat.all_reduce(x if x.dim() == 2 else x.sum(0)), residual, norm)
+
+    def add_linear(
+        self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        product = self.linear(y, weight, bias)
+        return stream, torch.stack((product / 4, product / 4 * 3))
 
 
 def on_all_ranks(path: Path, size: int, run: Callable[[Paged], list[Tensor]], **options: Any) -> list[Tensor]:
@@ -112,6 +131,22 @@ def test_logits_of_ranks_equal_those_of_the_whole_model(
 ) -> None:
     oracle = tiny_models.make(variant, **changes)
     answers = on_all_ranks(tiny_models.save(oracle, tmp_path), size, steps)
+    for ours, expected in zip(answers, expected_steps(oracle), strict=True):
+        check(ours, expected)
+
+
+@pytest.mark.parametrize("variant", ["llama-bias", "qwen3moe-mixed", "phi3"])
+def test_sums_may_be_left_to_the_norms(variant: str, tmp_path: Path) -> None:
+    def left_to_norms(model: Paged) -> list[Tensor]:
+        parallel = model.ops
+        assert isinstance(parallel, ParallelOps)
+        seat = parallel.ranks
+        assert isinstance(seat, ThreadSeat)
+        model.ops = ParallelOps(SummingOps(seat), parallel.shard, seat, oracle.config.vocab_size, norms_sum=True)
+        return steps(model)
+
+    oracle = tiny_models.make(variant)
+    answers = on_all_ranks(tiny_models.save(oracle, tmp_path), 2, left_to_norms)
     for ours, expected in zip(answers, expected_steps(oracle), strict=True):
         check(ours, expected)
 
