@@ -67,7 +67,7 @@ class PeerMemory:
         """By which another process can open it."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
-        return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+        return bytes(handle)
 
     def open(self, handle: bytes) -> int:
         """The address here of what ``handle`` of another process means."""
