@@ -127,7 +127,9 @@ class SchedulerOptions(OptionGroup):
     """Scheduler"""
 
     max_num_seqs: int | None = Field(
-        None, ge=1, description="Requests that run at the same time (default: 1024 on a GPU, else 256)"
+        None,
+        ge=1,
+        description="Requests that run at the same time (default: 1024 on a GPU of 60 GiB or more, else 256)",
     )
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Token budget of a step (default: by device)")
     target_itl_ms: float | None = Field(

@@ -28,7 +28,7 @@ from radixserve.engine.ranks import TorchRanks, check_no_group
 from radixserve.engine.recorded_model import RecordedModel
 from radixserve.engine.runner import ModelRunner
 from radixserve.engine.sampler import Sampler
-from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from radixserve.engine.scheduler import SchedulerLimits
 from radixserve.engine.sharding import Shard
 from radixserve.engine.sizing import choose_num_pages, choose_overlap, choose_target_itl, cpu_kv_bytes, cuda_kv_bytes
@@ -55,6 +55,8 @@ from radixserve.kvcache.radix import RadixPrefixCache
 
 # Kernels are compiled for ranges of batch sizes: one of each, for steps that hold prompts.
 _WARM_UP_TOKENS = (1, 16, 32, 64, 256)
+_COMMON_RULES = SamplingParams(temperature=0.9, top_p=0.9)
+_LARGEST_RULES = SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS)
 # Of the description of one graph, on the device.
 _GRAPH_BYTES = 2 << 20
 
@@ -250,16 +252,29 @@ class _Parts:
         is_cuda = self.design.sizes.device.type == "cuda"
         for num_tokens in _WARM_UP_TOKENS if is_cuda else _WARM_UP_TOKENS[1:2]:
             self._warm_up(runner, num_tokens, 1)
+        if is_cuda and self.design.config.num_pages is not None:
+            # Nothing was measured: if the largest step does not fit beside so many pages, that is known now.
+            self._take_largest_step(runner)
         if self._captures(runner):
             self._capture(runner, 0, lambda share: progress("capturing graphs", share))
 
-    def _warm_up(self, runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
+    def _take_largest_step(self, runner: ModelRunner) -> None:
+        """With the sampling rules that take the most memory."""
+        sizes = self.design.sizes
+        self._warm_up(runner, sizes.step_tokens, sizes.max_num_seqs, _LARGEST_RULES)
+
+    def _warm_up(
+        self,
+        runner: ModelRunner,
+        num_tokens: int,
+        num_rows: int,
+        sampling: SamplingParams = _COMMON_RULES,
+    ) -> None:
         """Run a step of ``num_tokens`` prompt tokens in ``num_rows`` sampling sequences, all on page 0, so that kernels
         are loaded, and the memory of a step of that size is known."""
         num_rows = min(num_rows, num_tokens)
         share = min(self.design.sizes.max_model_len, num_tokens // num_rows)
         ids = (np.arange(share) % self.design.spec.vocab_size).astype(np.int32)
-        sampling = SamplingParams(temperature=0.9, top_p=0.9)
         setups = tuple(RowSetup(row, sampling, 0, ids, share, ()) for row in range(num_rows))
         chunks = tuple(PrefillChunk(row, ids, 0, True) for row in range(num_rows))
         nothing = np.zeros(0, np.int32)
@@ -285,11 +300,11 @@ class _Parts:
     def _measure_step_bytes(self) -> int:
         """Peak of device memory that the largest step, the kernels' workspaces and the graphs take beside weights and
         KV."""
-        sizes, device = self.design.sizes, self.design.sizes.device
+        device = self.design.sizes.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         runner = self.runner(num_pages=1)
-        self._warm_up(runner, sizes.step_tokens, sizes.max_num_seqs)
+        self._take_largest_step(runner)
         peak = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]

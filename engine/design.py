@@ -144,6 +144,7 @@ def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: Kernels, devic
     is_native = isinstance(kernels.ops, NativeOps)
     max_model_len, page_size = choose_model_len(config, spec), choose_page_size(config)
     check_num_pages(config, page_size, max_model_len)
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     kv_dtype = choose_native_kv_dtype(config, config.dtype) if is_native else choose_kv_dtype(config, kernels.dtype)
     return Sizes(
         device=device,
@@ -151,5 +152,5 @@ def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: Kernels, devic
         max_model_len=max_model_len,
         page_size=page_size,
         step_tokens=choose_step_tokens(config, device.type),
-        max_num_seqs=choose_max_num_seqs(config, device.type),
+        max_num_seqs=choose_max_num_seqs(config, gpu_bytes),
     )

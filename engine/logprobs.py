@@ -12,6 +12,8 @@ from radixserve.engine.messages import TokenLogprobs
 from radixserve.engine.step import PrefillChunk
 from radixserve.engine.transfer import to_device, to_host
 
+_LOGIT_ROWS = 64  # looked at together: what is computed of the logits of a whole step or chunk would take gigabytes
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
@@ -39,35 +41,23 @@ class LogprobRows:
         ]
 
 
-def logprob_rows(logits: Tensor, token_ids: Tensor, num_top: list[int]) -> LogprobRows:
-    """Log-softmax of logits [n, vocab] at ``token_ids`` int64 [n] and at the best tokens of each row."""
+def logprob_rows(logits_of: Callable[[slice], Tensor], token_ids: Tensor, num_top: Sequence[int]) -> LogprobRows:
+    """Log-softmax of n positions at ``token_ids`` int64 [n] and at the best tokens of each. ``logits_of``: [m, vocab]
+    of some of them."""
+    starts = range(0, len(num_top), _LOGIT_ROWS)
+    parts = [slice(start, start + _LOGIT_ROWS) for start in starts]
+    columns = [_columns(logits_of(part), token_ids[part], max(num_top)) for part in parts]
+    return LogprobRows(list(num_top), token_ids, *map(torch.cat, zip(*columns, strict=True)))
+
+
+def _columns(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, ...]:
+    """Logprobs, ranks, top_ids and top_logprobs, as in ``LogprobRows``, with the ``most`` best tokens."""
     # Row by row, where a reduction over many rows at once may sum up in an order that depends on how many there are.
     logprobs = logits.log_softmax(dim=-1)
     chosen = logits.gather(1, token_ids[:, None])
-    top = logits.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-    return LogprobRows(
-        num_top=num_top,
-        token_ids=token_ids,
-        logprobs=logprobs.gather(1, token_ids[:, None])[:, 0],
-        ranks=(logits > chosen).sum(dim=-1) + 1,
-        top_ids=top.indices,
-        top_logprobs=logprobs.gather(1, top.indices),
-    )
-
-
-def join_rows(parts: list[LogprobRows]) -> LogprobRows:
-    """Concatenate positions; all parts have the same K."""
-    return LogprobRows(
-        num_top=[count for part in parts for count in part.num_top],
-        token_ids=torch.cat([part.token_ids for part in parts]),
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        ranks=torch.cat([part.ranks for part in parts]),
-        top_ids=torch.cat([part.top_ids for part in parts]),
-        top_logprobs=torch.cat([part.top_logprobs for part in parts]),
-    )
-
-
-_LOGIT_ROWS = 64  # computed at a time: a whole chunk's logits would take hundreds of megabytes
+    top = logits.topk(min(most, logits.shape[-1]), dim=-1).indices
+    ranks = (logits > chosen).sum(dim=-1) + 1
+    return logprobs.gather(1, token_ids[:, None])[:, 0], ranks, top, logprobs.gather(1, top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +107,6 @@ class PromptLogprobs:
         if not len(predicting):
             return ScoredChunk(chunk.row, False, None)
         token_ids = to_device(chunk.token_ids[-len(predicting) :].astype("int64"), states.device)
-        parts = [
-            logprob_rows(self._logits(part), ids, [self._num_top[chunk.row]] * len(ids))
-            for part, ids in zip(torch.split(predicting, _LOGIT_ROWS), torch.split(token_ids, _LOGIT_ROWS), strict=True)
-        ]
-        return ScoredChunk(chunk.row, before is not None, join_rows(parts))
+        num_top = [self._num_top[chunk.row]] * len(predicting)
+        rows = logprob_rows(lambda part: self._logits(predicting[part]), token_ids, num_top)
+        return ScoredChunk(chunk.row, before is not None, rows)

@@ -18,6 +18,7 @@ from radixserve.engine.decoder import CausalLM
 from radixserve.engine.graphs import DecodeGraphs, MixedGraphs, shared_batch_sizes
 from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.logprobs import PromptLogprobs, ScoredChunk
+from radixserve.engine.lost_device import noticing_loss
 from radixserve.engine.messages import TokenLogprobs
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks
 from radixserve.engine.step import Int32s, StepPlan, StepResult
@@ -128,7 +129,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue ``plan``, which has at least one token."""
+        """Enqueue ``plan``, which has at least one token. Raises ``EngineLost`` when the device answers no more."""
+        with noticing_loss(self._device):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._sampler.set_rows(plan.setups)
         for setup in plan.setups:
             self._prompt_logprobs.set_row(setup.row, setup.sampling.prompt_logprobs)
@@ -253,7 +258,8 @@ class LaunchedStep:
 
     @torch.inference_mode()
     def sample(self, masks: Int32s) -> None:
-        self.draw(TokenMasks(np.array(self._plan.masked, np.intp), masks))
+        with noticing_loss(self._device):
+            self.draw(TokenMasks(np.array(self._plan.masked, np.intp), masks))
 
     def draw(self, masks: TokenMasks | None) -> None:
         self._sampled = self._draw(masks).to_host() if self._draw else None
@@ -261,7 +267,8 @@ class LaunchedStep:
 
     def result(self) -> StepResult:
         if self._done is not None:
-            self._done.synchronize()
+            with noticing_loss(self._device):
+                self._done.synchronize()
         prompt_logprobs = {chunk.row: chunk.messages() for chunk in self._scored} or None
         if self._sampled is None:
             return StepResult(_NOTHING, np.zeros(0, np.bool_), prompt_logprobs=prompt_logprobs)

@@ -24,6 +24,8 @@ from radixserve.kernels.interface import DrawKernel
 
 # The largest probabilities looked at first to find the top-p set: sorting a vocabulary is slow.
 _TOP_P_HEAD = 256
+# What adjusts the logits of more rows works on so many at a time: of a whole step it would take gigabytes.
+_ROWS_AT_ONCE = 64
 # Below this, logits divided by it could overflow; it is greedy in effect.
 _MIN_TEMPERATURE = 1e-5
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -139,7 +141,7 @@ class Sampler:
         if len(wanting):
             where = to_device(wanting, self._device)
             num_top = self._num_top[batch.rows_host[wanting]].tolist()
-            logprobs = logprob_rows(logits[where], tokens[where].long(), num_top)
+            logprobs = logprob_rows(lambda part: logits[where[part]], tokens[where].long(), num_top)
         return Sampled(drawn, logprobs, wanting)
 
     def _set_host(self, setup: RowSetup) -> None:
@@ -166,9 +168,11 @@ class Sampler:
                 np.copyto(logits[sample].numpy(), -np.inf, where=allowed == 0)
             return logits
         shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
-        bits = (to_device(packed, self._device).unsqueeze(-1) >> shifts) & 1
-        where, forbidden = to_device(masks.samples, self._device), bits.flatten(1)[:, : self._vocab_size] == 0
-        return logits.index_copy_(0, where, logits[where].masked_fill_(forbidden, -torch.inf))
+        columns = to_device(masks.samples, self._device), to_device(packed, self._device)
+        for where, words in zip(*(column.split(_ROWS_AT_ONCE) for column in columns), strict=True):
+            forbidden = ((words.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : self._vocab_size] == 0
+            logits.index_copy_(0, where, logits[where].masked_fill_(forbidden, -torch.inf))
+        return logits
 
     def _adjust(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None) -> Tensor:
         """Penalties, then logit_bias, then no end before min_tokens, which masks see to where they are. Returns
@@ -183,10 +187,10 @@ class Sampler:
             return logits
         adjusted = logits.clone()
         if len(penalized):
-            where = to_device(penalized, self._device)
-            sample_rows = batch.rows[where]
-            penalties = self._floats[sample_rows, 3:]
-            adjusted[where] = self._counts.penalize(adjusted[where], sample_rows, penalties)
+            for where in to_device(penalized, self._device).split(_ROWS_AT_ONCE):
+                sample_rows = batch.rows[where]
+                penalties = self._floats[sample_rows, 3:]
+                adjusted[where] = self._counts.penalize(adjusted[where], sample_rows, penalties)
         if len(listed):
             entries = [self._entries(int(sample), int(rows[sample]), bool(too_short[sample])) for sample in listed]
             samples, tokens, values = (np.concatenate(column) for column in zip(*entries, strict=True))

@@ -13,8 +13,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _PAGE_TOKENS = 16
 # A step must be long enough to be efficient and short enough not to keep decodes waiting.
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-# As many streams as share a step of a GPU well: twice the tokens/s of 256 (benchmarks/RESULTS.md, W4).
-_MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
+# As many streams as share a step of a large GPU well (benchmarks/RESULTS.md, W4). Of a large vocabulary each row takes
+# 2.6 MB, for logits and what sampling rules make of them, so a GPU with less memory than this gets fewer.
+_MAX_NUM_SEQS, _MAX_NUM_SEQS_LARGE_GPU = 256, 1024
+_LARGE_GPU_BYTES = 60 << 30
 # A CPU would compute prompts in small, dear pieces.
 _TARGET_ITL_MS = {"cpu": None, "cuda": 50.0}
 # A pool of fewer tokens serves nobody: a chat template alone takes some dozens.
@@ -96,9 +98,10 @@ def choose_step_tokens(options: SchedulerOptions, device: str) -> int:
     return options.max_num_batched_tokens or _STEP_TOKENS[device]
 
 
-def choose_max_num_seqs(options: SchedulerOptions, device: str) -> int:
-    """Rows: requests that run at the same time."""
-    return options.max_num_seqs or _MAX_NUM_SEQS[device]
+def choose_max_num_seqs(options: SchedulerOptions, gpu_bytes: int | None) -> int:
+    """Rows: requests that run at the same time. ``gpu_bytes``: memory of the GPU; None on a CPU."""
+    is_large = gpu_bytes is not None and gpu_bytes >= _LARGE_GPU_BYTES
+    return options.max_num_seqs or (_MAX_NUM_SEQS_LARGE_GPU if is_large else _MAX_NUM_SEQS)
 
 
 def choose_target_itl(options: SchedulerOptions, device: str) -> float | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import faulthandler
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,43 @@ def default_model() -> Model:
 
 def greedy(**rules: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **rules)
+
+
+LOSES_THE_CONTEXT = """
+import os, sys, torch
+from radixserve import LLM, SamplingParams
+from radixserve.engine.errors import EngineLost
+llm = LLM(sys.argv[1], device="cuda", num_pages=64, max_num_seqs=2)
+llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
+torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.long, device="cuda")]  # asserts on the device, later
+try:
+    llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
+except EngineLost as error:
+    print(error, flush=True)
+os._exit(0)  # nothing can be given back
+"""
+
+
+def test_a_lost_context_ends_the_engine_with_the_first_step_that_meets_it(llama: Model) -> None:
+    command = [sys.executable, "-c", LOSES_THE_CONTEXT, llama.name]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "the CUDA context is lost" in found.stdout, found.stderr[-2000:]
+
+
+def test_memory_that_was_set_aside_is_enough_for_a_full_step_with_every_rule(tmp_path: Path) -> None:
+    """KV takes all the rest, and of 128,000 logits a row sampling takes more than everything else of this model."""
+    sizes: dict[str, Any] = {"vocab_size": 128_000, "hidden_size": 64, "max_position_embeddings": 32_768}
+    model = Model.random("llama", tmp_path, **sizes)
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free + 6 * 2**30) / total
+    options = {"max_num_seqs": 512, "gpu_memory_utilization": share}
+    with LLM(model.name, device="cuda", **options) as llm:
+        torch.cuda.set_per_process_memory_fraction(share)
+        try:
+            done = llm.generate([[5, 6, 7]] * 512, greedy(frequency_penalty=0.5, logprobs=20))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    assert {completion.finish_reason for completion in done} == {"length"}, done[0].error
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Rows:
         known: tuple[int, ...] = (1, 2),
         vocab: int = VOCAB,
     ):
-        self.sampler = Sampler(64, vocab, self.device, type(self).draw_kernel)
+        self.sampler = Sampler(max(64, len(requests)), vocab, self.device, type(self).draw_kernel)
         ids = np.array(known, np.int32)
         self.sampler.set_rows(
             [
@@ -366,6 +366,22 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert [token for token, _ in first.top] == best.indices.tolist()
     assert [value for _, value in first.top] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert last.top == [] and last.logprob == pytest.approx(float(expected[2].max()), abs=1e-5)
+
+
+def test_each_of_many_rows_with_rules_is_as_if_alone() -> None:
+    """More than are looked at together."""
+    count = 150
+    rules = [sampled(temperature=0, logprobs=i % 4, presence_penalty=1.5) for i in range(count)]
+    logits, allowed = some_logits(count), {i: [i % VOCAB, (i + 5) % VOCAB] for i in range(0, count, 2)}
+    result = Rows(*rules).sample(logits, allowed=allowed)
+    assert result.logprobs is not None and result.logprob_samples.tolist() == list(range(count))
+    messages = result.logprobs.to_host().messages()
+    for i in (0, 63, 64, 129, 149):
+        alone = Rows(rules[i]).sample(logits[i : i + 1], allowed={0: allowed[i]} if i in allowed else None)
+        assert alone.logprobs is not None
+        (expected,) = alone.logprobs.to_host().messages()
+        assert result.token_ids[i] == alone.token_ids[0] == expected.token_id == messages[i].token_id
+        assert messages[i].top == expected.top and messages[i].rank == expected.rank
 
 
 def test_nobody_gets_logprobs_who_did_not_ask() -> None:

@@ -98,9 +98,10 @@ def test_a_pool_in_which_not_even_a_short_chat_fits_is_refused(page_size: int, m
             check_num_pages(CacheOptions(num_pages=number), page_size, max_model_len)
 
 
-def test_a_gpu_runs_more_requests_at_once_unless_told_otherwise() -> None:
-    assert choose_max_num_seqs(SchedulerOptions(), "cuda") > choose_max_num_seqs(SchedulerOptions(), "cpu")
-    assert choose_max_num_seqs(SchedulerOptions(max_num_seqs=3), "cuda") == 3
+def test_a_large_gpu_runs_more_requests_at_once_unless_told_otherwise() -> None:
+    assert choose_max_num_seqs(SchedulerOptions(), 80 * GIB) > choose_max_num_seqs(SchedulerOptions(), None)
+    assert choose_max_num_seqs(SchedulerOptions(), 24 * GIB) == choose_max_num_seqs(SchedulerOptions(), None)
+    assert choose_max_num_seqs(SchedulerOptions(max_num_seqs=3), 80 * GIB) == 3
 
 
 def test_cpu_cache_leaves_most_of_the_memory_alone() -> None:
