@@ -123,7 +123,7 @@ def in_graphs(mailboxes: list[Tensor], dtype: torch.dtype) -> list[list[Tensor]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4] if INTERPRETED else [2])  # more do not fit on one device at a time
 def test_all_ranks_get_the_same_bits_of_the_right_sums(ranks: int, dtype: torch.dtype) -> None:
     size = mailbox_bytes(ranks, SLICE_BYTES) // 8
     mailboxes = [torch.zeros(size, dtype=torch.int64, device=DEVICE) for _ in range(ranks)]
