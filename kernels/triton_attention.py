@@ -139,7 +139,8 @@ class TritonDecodeAttention:
             START_UNITS=self.tuning.start_units,
             MIN_UNITS=self.tuning.min_slice_units,
             ROWS=ROWS,
-            BLOCK=self.tuning.block_tokens,
+            # As many bytes on their way, whatever a token has.
+            BLOCK=self.tuning.block_tokens * q.element_size() // k_cache.element_size(),
             STAGES=self.tuning.num_stages,
             PARTS=PARTS,
             WINDOW=window or 0,

@@ -22,7 +22,7 @@ from radixserve.kernels.torch_ops import TorchOps
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter has no bf16 products
-TOLERANCE = 1e-2 if DEVICE.type == "cuda" else 1e-5
+TOLERANCE = 1e-2 if DEVICE.type == "cuda" else 1e-3  # the kernels work with 16 bits, on a CPU too
 triton_test = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("default")
 PAGE = 16
 
