@@ -10,7 +10,7 @@ keys that a query does not see weigh exactly 0. So the same kernels serve steps 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ _EXPERT_TILES = Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))
 class InvariantCudaOps(CudaOps):
     """Products by ``tiled_linear``, with one tile for any number of rows; all else is done row by row anyway."""
 
-    def _is_fused(self, weight: Weight, bias: Tensor | None, num_tokens: int) -> TypeGuard[Tensor]:
+    def _is_fused(self, weight: Weight, bias: Tensor | None, num_tokens: int) -> bool:
         return False
 
     def _product(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

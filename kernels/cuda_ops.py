@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton
 from radixserve.kernels.interface import HeadPlaces, Norm, RankSums, Weight, norm_of_stream
 from radixserve.kernels.quantized import Product, QuantizedMatrix, Stack, choose_product
 from radixserve.kernels.torch_ops import TorchOps
+from radixserve.kernels.triton_quantized_vector import vector_linear
 
 _MAX_TOKENS_IN_PARTS = 256
 _MAX_COLUMNS_IN_PARTS = 4096
@@ -56,10 +57,10 @@ class CudaOps(TorchOps):
         self, stream: Tensor, pending: Tensor | None, norm: Norm, weight: Weight, bias: Tensor | None, *, gated: bool
     ) -> tuple[Tensor, Tensor]:
         if pending is None and len(stream) == 1 and self._is_fused(weight, bias, 1):
-            return stream, triton_linear.fused_linear(stream, weight, norm=norm, gated=gated, pdl=self._pdl)
+            return stream, self._fused_linear(stream, weight, norm=norm, gated=gated)
         normed, stream = norm_of_stream(self, stream, pending, norm)
         if self._is_fused(weight, bias, len(stream)):
-            return stream, triton_linear.fused_linear(normed, weight, gated=gated, pdl=self._pdl)
+            return stream, self._fused_linear(normed, weight, gated=gated)
         return stream, self._gated_linear(normed, weight, bias) if gated else self.linear(normed, weight, bias)
 
     def linear(self, y: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -68,6 +69,8 @@ class CudaOps(TorchOps):
         if weight.order is not None:
             y = y.index_select(1, weight.order)
         match self._choose_product(y, weight):
+            case Product.VECTOR:
+                return vector_linear(y, weight, residual=bias, pdl=self._pdl)
             case Product.NARROW:
                 return triton_quantized.narrow_linear(y, weight, bias, self._pdl)
             case Product.SCALED:
@@ -82,8 +85,7 @@ class CudaOps(TorchOps):
         self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         if self._is_fused(weight, bias, len(y)):
-            residual = None if self._sums else stream
-            product = triton_linear.fused_linear(y, weight, residual=residual, pdl=self._pdl)
+            product = self._fused_linear(y, weight, residual=None if self._sums else stream)
             return (stream, product) if self._sums else (product, None)
         if isinstance(weight, Tensor) and bias is None and (parts := _num_parts(len(y), weight)) > 1:
             return stream, _linear_in_parts(y, weight, parts)
@@ -102,7 +104,7 @@ class CudaOps(TorchOps):
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         out = empty_logits(hidden, weight) if out is None else out
         if self._is_fused(weight, None, len(hidden)):
-            return triton_linear.fused_linear(hidden, weight, out=out, pdl=self._pdl)
+            return self._fused_linear(hidden, weight, out=out)
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
 
     def _tiles(self, x: Tensor, per_token: int, num_experts: int, bits: int) -> triton_experts.Tiles:
@@ -112,8 +114,16 @@ class CudaOps(TorchOps):
             len(x), per_token, num_experts, shared_bytes, bits, has_scaled=self._multiplies_fp8
         )
 
-    def _is_fused(self, weight: Weight, bias: Tensor | None, num_tokens: int) -> TypeGuard[Tensor]:
-        return isinstance(weight, Tensor) and bias is None and triton_linear.is_fused(num_tokens, weight)
+    def _is_fused(self, weight: Weight, bias: Tensor | None, num_tokens: int) -> bool:
+        if isinstance(weight, Tensor):
+            return bias is None and triton_linear.is_fused(num_tokens, weight)
+        product = choose_product(num_tokens, weight.form, weight.shape, has_scaled=False)
+        return bias is None and weight.order is None and product == Product.VECTOR
+
+    def _fused_linear(self, x: Tensor, weight: Weight, **options: Any) -> Tensor:
+        if isinstance(weight, Tensor):
+            return triton_linear.fused_linear(x, weight, pdl=self._pdl, **options)
+        return vector_linear(x, weight, pdl=self._pdl, **options)
 
     def _choose_product(self, y: Tensor, matrix: QuantizedMatrix) -> Product:
         has_scaled = self._multiplies_fp8 and y.dtype == torch.bfloat16  # the only type of its results

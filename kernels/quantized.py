@@ -16,8 +16,8 @@ UNIT = 32  # columns of 4 bits that lie together
 GROUPS = (32, 64, 128)  # columns that may share a scale, if not a whole row does
 
 SMALLEST_SCALE = 1e-12  # of rows that are all zero
-# Tokens of a product whose weights are widened on the way: more are cheaper with what has to be done just once.
-_MOST_NARROW, _MOST_NARROW_BESIDE_SCALED = 128, 16
+# Tokens of a product beyond which it is cheaper to widen the weights beforehand.
+_MOST_NARROW, _MOST_SCALED_BY_GROUP = 128, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +132,25 @@ def quantize(values: Tensor, form: Form) -> QuantizedMatrix:
 
 
 class Product(Enum):
-    """How a quantized matrix is multiplied on CUDA: with weights that are widened on the way, on the units for e4m3
-    with activations rounded to it, or dequantized before."""
+    """How a quantized matrix is multiplied on CUDA: by a single token, with weights that are widened on the way, on the
+    units for e4m3 with activations rounded to it, or dequantized before."""
 
+    VECTOR = "vector"
     NARROW = "narrow"
     SCALED = "scaled"
     WIDE = "wide"
 
 
 def choose_product(num_tokens: int, form: Form, shape: tuple[int, int], *, has_scaled: bool) -> Product:
-    """``shape``: of the matrix; ``has_scaled``: whether the device and its library multiply e4m3 with a scale for each
-    row. Estimated, not measured."""
-    can_scale = has_scaled and form == Form(8, None) and not any(size % 16 for size in shape)
-    if num_tokens > (_MOST_NARROW_BESIDE_SCALED if can_scale else _MOST_NARROW):
-        return Product.SCALED if can_scale else Product.WIDE
-    return Product.WIDE if shape[1] % 16 else Product.NARROW
+    """``shape``: of the matrix; ``has_scaled``: whether the device multiplies e4m3, and its library does so with scales
+    of rows. Estimated, not measured."""
+    if num_tokens == 1 and shape[1] % 32 == 0:  # 16 bytes of a row are aligned, and have a scale in common
+        return Product.VECTOR
+    by_row = form == Form(8, None) and not any(size % 16 for size in shape)
+    by_group = form == Form(8, 128) and num_tokens <= _MOST_SCALED_BY_GROUP
+    if has_scaled and (by_row or by_group):
+        return Product.SCALED
+    return Product.WIDE if num_tokens > _MOST_NARROW or shape[1] % 16 else Product.NARROW
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

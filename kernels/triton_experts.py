@@ -171,7 +171,7 @@ def _launch(x: Tensor, weight: Stack, out: Tensor, routing: Routing, tiles: Tile
     inner, columns, few = x.shape[1], out.shape[-1], routing.pairs is None
     matrix, stored = (weight, weight.values) if isinstance(weight, QuantizedMatrix) else (None, weight)
     depth = _depth(tile, inner, matrix)
-    x, x_scales = quantize_tokens(x, pdl) if tiles.scaled else (x, routing.weights)
+    x, x_scales = quantize_tokens(x, None, pdl) if tiles.scaled else (x, routing.weights)
     scales = routing.weights if matrix is None else matrix.scales
     row_bytes = inner * stored.itemsize if matrix is None else inner * matrix.form.bits // 8
     grid = triton.cdiv(routing.max_blocks, group) * group * triton.cdiv(columns, tile.columns)

@@ -20,7 +20,7 @@ from radixserve.kernels.interface import Norm
 
 
 @triton.jit
-def _finish(value, gate, add_ptr, out_ptr, spot, mask, GATED: tl.constexpr, ADD: tl.constexpr):
+def finish(value, gate, add_ptr, out_ptr, spot, mask, GATED: tl.constexpr, ADD: tl.constexpr):
     """Apply the gate and the residual to fp32 results, and store them."""
     if GATED:
         value = gate / (1.0 + tl.exp(-gate)) * value
@@ -84,7 +84,7 @@ def _gemv(
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         value = value * scale
         gate = gate * scale
-    _finish(value, gate, add_ptr, out_ptr, n, n < N, GATED, ADD)
+    finish(value, gate, add_ptr, out_ptr, n, n < N, GATED, ADD)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -132,7 +132,7 @@ def _matmul(
             gate_acc = tl.dot(x, tl.trans(tl.load(weight_ptrs + start)), gate_acc)
     spot = m[:, None].to(tl.int64) * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
-    _finish(acc, gate_acc, add_ptr, out_ptr, spot, inside, GATED, ADD)
+    finish(acc, gate_acc, add_ptr, out_ptr, spot, inside, GATED, ADD)
 
 
 @triton.jit

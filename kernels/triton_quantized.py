@@ -1,8 +1,9 @@
 """Products of matrices of 8 and 4 bits a weight on CUDA, see ``quantized.py`` for how they lie.
 
 Few tokens: ``narrow_linear`` reads the narrow weights and multiplies them with the activations as they are, on tensor
-cores; what a weight stands for without its scale is exact in 16 bits, and scales come to the sums of each group. Many:
-``scaled_linear`` rounds each token to e4m3 and leaves the rest to the library, or ``dequantize`` writes the matrix out.
+cores; what a weight stands for without its scale is exact in 16 bits, and scales come to the sums of each group.
+``scaled_linear`` rounds tokens to e4m3, with a scale for each or for each of its groups, and multiplies on the units
+for that. Many: ``dequantize`` writes the matrix out. One token: ``triton_quantized_vector``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, UNIT, QuantizedMatrix
+from radixserve.kernels.triton_linear import Tile
 
 _HALF_UNIT = UNIT // 2
 
@@ -70,26 +72,74 @@ def _matmul(
     tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _scaled_matmul(
+    x_ptr,  # e4m3 [T, K]
+    x_scale_ptr,  # fp32 [T, K / DEPTH]
+    weight_ptr,  # e4m3 [N, K]
+    scale_ptr,  # fp32 [N, K / DEPTH]
+    bias_ptr,  # [N] if BIAS
+    out_ptr,  # [T, N]
+    T,
+    N,
+    K,  # a multiple of DEPTH
+    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The weights are the left factor, as that has 64 rows at least; the right one may be as narrow as 16 tokens."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row, token = tl.minimum(n, N - 1).to(tl.int64), tl.minimum(t, T - 1).to(tl.int64)
+    k = tl.arange(0, DEPTH)
+    weight_ptrs = weight_ptr + row[:, None] * K + k[None, :]
+    x_ptrs = x_ptr + token[:, None] * K + k[None, :]
+    groups = K // DEPTH
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for group in tl.range(0, groups, num_stages=STAGES):
+        weight = tl.load(weight_ptrs + group * DEPTH)
+        x = tl.load(x_ptrs + group * DEPTH)
+        scale = tl.load(scale_ptr + row * groups + group)
+        x_scale = tl.load(x_scale_ptr + token * groups + group)
+        acc += tl.dot(weight, tl.trans(x)) * scale[:, None] * x_scale[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    inside = (t < T)[:, None] & (n < N)[None, :]
+    spot = t[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out_ptr + spot, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def _quantize_tokens(
     x_ptr,  # [T, SIZE]
     out_ptr,  # e4m3, as x
-    scale_ptr,  # fp32 [T]
+    scale_ptr,  # fp32 [T, SIZE / GROUP]
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,  # a power of two, as BLOCK: GROUPS groups of BLOCK columns, or what there is of them
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + token * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, SMALLEST)
-    rounded = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * SIZE + at, rounded, mask=at < SIZE)
-    tl.store(scale_ptr + token, scale)
+    token, group, at = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS), tl.arange(0, BLOCK)
+    there = group < SIZE // GROUP
+    spot = token * SIZE + group[:, None] * GROUP + at[None, :]
+    inside = there[:, None] & (at < GROUP)[None, :]
+    x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / LARGEST, SMALLEST)
+    rounded = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
+    tl.store(out_ptr + spot, rounded.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + token * (SIZE // GROUP) + group, scale, mask=there)
 
 
 @triton.jit
@@ -152,17 +202,57 @@ def narrow_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: 
 
 
 def scaled_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool) -> Tensor:
-    """As ``narrow_linear``, for e4m3 with a scale for each row; x is rounded to e4m3, each token with a scale of its
-    own."""
-    narrow, scales = quantize_tokens(x, pdl)
+    """As ``narrow_linear``, for e4m3; x is rounded to e4m3 with a scale for each token or, where the matrix has groups,
+    for each group of its columns."""
+    narrow, scales = quantize_tokens(x, matrix.form.group, pdl)
+    if matrix.form.group is not None:
+        return multiply_scaled(narrow, scales, matrix, bias, x.dtype, pdl)
     product = torch._scaled_mm(narrow, matrix.values.t(), scales, matrix.scales.t(), out_dtype=x.dtype)
     return product if bias is None else product.add_(bias)
 
 
-def quantize_tokens(x: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
-    """x [T, K] in e4m3, and the scale of each token, fp32 [T, 1]."""
+def multiply_scaled(
+    x: Tensor, scales: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, pdl: bool
+) -> Tensor:
+    """x e4m3 [T, K], its ``scales`` [T, K / group] for the groups of ``matrix`` [N, K], @ matrix.T (+ bias): [T, N]."""
+    (t, k), n, group = x.shape, matrix.shape[0], matrix.form.group
+    out = torch.empty(t, n, dtype=dtype, device=x.device)
+    tile = scaled_tile(t, n)
+    _scaled_matmul[(triton.cdiv(n, tile.columns), triton.cdiv(t, tile.rows))](
+        x,
+        scales,
+        matrix.values,
+        matrix.scales,
+        x if bias is None else bias,
+        out,
+        t,
+        n,
+        k,
+        DEPTH=group,
+        BLOCK_N=tile.columns,
+        BLOCK_T=tile.rows,
+        STAGES=tile.stages,
+        BIAS=bias is not None,
+        PDL=pdl,
+        num_warps=tile.warps,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def scaled_tile(tokens: int, out_features: int) -> Tile:
+    """Estimated, not measured."""
+    if tokens <= 64:
+        return Tile(max(16, triton.next_power_of_2(tokens)), 64, 128, 4, 4)
+    return Tile(64, 128, 128, 4, 4) if tokens <= 128 else Tile(128, 128, 128, 4, 8)
+
+
+def quantize_tokens(x: Tensor, group: int | None, pdl: bool) -> tuple[Tensor, Tensor]:
+    """x [T, K] in e4m3, and the scale of each ``group`` columns of a token, or of all of them: fp32 [T, K / group]."""
     tokens, size = x.shape
-    narrow, scales = torch.empty_like(x, dtype=FP8), torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    group = group or size
+    narrow = torch.empty_like(x, dtype=FP8)
+    scales = torch.empty(tokens, size // group, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
     _quantize_tokens[(tokens,)](
         x,
@@ -171,7 +261,9 @@ def quantize_tokens(x: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
         LARGEST=FP8_MAX,
         SMALLEST=SMALLEST_SCALE,
         SIZE=size,
-        BLOCK=block,
+        GROUP=group,
+        GROUPS=triton.next_power_of_2(size // group),
+        BLOCK=triton.next_power_of_2(group),
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 16),
         launch_pdl=pdl,

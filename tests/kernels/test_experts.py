@@ -169,7 +169,7 @@ def test_with_many_rows_an_expert_they_are_rounded_to_e4m3_too(form: Form) -> No
     from radixserve.kernels.triton_quantized import quantize_tokens
 
     def rounded(rows: Tensor) -> Tensor:
-        narrow, scales = quantize_tokens(rows, pdl=not INTERPRETED)
+        narrow, scales = quantize_tokens(rows, None, pdl=not INTERPRETED)
         return (narrow.float() * scales).to(DTYPE)
 
     mixture, x = Mixture(2, 256, 128, favourite=1), randn(75, 256)

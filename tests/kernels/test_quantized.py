@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixserve.kernels.interface import Norm
 from radixserve.kernels.quantized import (
     FP8,
     Form,
@@ -79,12 +80,16 @@ def test_columns_in_another_order_are_multiplied_with_their_own_inputs() -> None
 
 def test_the_product_is_chosen_by_tokens_and_form() -> None:
     by_row, by_group, shape = Form(8, None), Form(8, 128), (4096, 1024)
-    assert choose_product(1, by_row, shape, has_scaled=True) == Product.NARROW
+    for form in (*FORMS, by_row):
+        assert choose_product(1, form, shape, has_scaled=True) == Product.VECTOR
+    assert choose_product(1, by_row, (4096, 1000), has_scaled=False) == Product.WIDE
     assert choose_product(17, by_row, shape, has_scaled=True) == Product.SCALED
     assert choose_product(17, by_row, shape, has_scaled=False) == Product.NARROW
     assert choose_product(2048, by_row, shape, has_scaled=False) == Product.WIDE
     assert choose_product(2048, by_row, (4096, 1000), has_scaled=True) == Product.WIDE
-    assert choose_product(100, by_group, shape, has_scaled=True) == Product.NARROW
+    assert choose_product(100, by_group, shape, has_scaled=False) == Product.NARROW
+    assert choose_product(100, by_group, shape, has_scaled=True) == Product.SCALED
+    assert choose_product(8192, by_group, shape, has_scaled=True) == Product.WIDE
     assert choose_product(2048, Form(4, 128), shape, has_scaled=True) == Product.WIDE
 
 
@@ -103,6 +108,40 @@ def test_products_equal_torchs(form: Form, num_tokens: int) -> None:
 
 
 @triton_test
+@pytest.mark.parametrize("form", [*FORMS, Form(4, 64, reordered=True)], ids=str)
+@pytest.mark.parametrize("cols", [256, 320, 5120])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_token_takes_norm_gate_and_residual_along(form: Form, cols: int, gated: bool) -> None:
+    if form.group and cols % form.group:
+        pytest.skip("no whole groups")
+    cuda_ops = pytest.importorskip("radixserve.kernels.cuda_ops")
+    ops, by_torch = cuda_ops.CudaOps(pdl=not INTERPRETED), TorchOps()
+    matrix, stream, norm = matrix_of(form, 52, cols), randn(1, cols), Norm(randn(cols), 1e-5)
+    for pending in (None, randn(1, cols)):
+        ours = ops.project(stream.clone(), pending, norm, matrix, None, gated=gated)[1]
+        expected = by_torch.project(stream.clone(), pending, norm, matrix, None, gated=gated)[1]
+        assert error(ours, expected) < TOLERANCE
+    if not gated:
+        wide = randn(1, 52)
+        added, pending = ops.add_linear(wide.clone(), stream, matrix)
+        added = added if pending is None else added + pending
+        assert error(added, wide + by_torch.linear(stream, matrix)) < TOLERANCE
+
+
+@triton_test
+@pytest.mark.parametrize("num_tokens", [2, 17, 70, 200])
+def test_products_of_narrow_tokens_and_weights_are_exact_up_to_sums(num_tokens: int) -> None:
+    multiply_scaled = pytest.importorskip("radixserve.kernels.triton_quantized").multiply_scaled
+    matrix, bias = matrix_of(Form(8, 128), 72, 256), randn(72)
+    x = randn(num_tokens, 256) * torch.logspace(-3, 3, 256, device=DEVICE).to(DTYPE)  # too much for a single scale
+    narrow = quantize(x, Form(8, 128))
+    exact = narrow.dequantized(torch.float32) @ matrix.dequantized(torch.float32).T
+    for added in (None, bias):
+        ours = multiply_scaled(narrow.values, narrow.scales, matrix, added, DTYPE, pdl=not INTERPRETED)
+        assert error(ours, exact if added is None else exact + added) < TOLERANCE
+
+
+@triton_test
 def test_deterministic_products_do_not_depend_on_the_batch() -> None:
     cuda_invariant = pytest.importorskip("radixserve.kernels.cuda_invariant")
     ops = cuda_invariant.InvariantCudaOps(pdl=not INTERPRETED)
@@ -113,16 +152,17 @@ def test_deterministic_products_do_not_depend_on_the_batch() -> None:
 
 
 @triton_test
-def test_tokens_are_rounded_to_e4m3_one_by_one() -> None:
+@pytest.mark.parametrize(("group", "cols"), [(None, 100), (128, 384), (32, 64)])
+def test_tokens_are_rounded_to_e4m3_one_by_one(group: int | None, cols: int) -> None:
     triton_quantized = pytest.importorskip("radixserve.kernels.triton_quantized")
-    x = randn(9, 100) * torch.logspace(-4, 4, 9, device=DEVICE)[:, None].to(DTYPE)
+    x = randn(9, cols) * torch.logspace(-4, 4, 9, device=DEVICE)[:, None].to(DTYPE)
     x[4] = 0
-    narrow, scales = triton_quantized.quantize_tokens(x, pdl=not INTERPRETED)
-    expected = quantize(x, Form(8, None))
+    narrow, scales = triton_quantized.quantize_tokens(x, group, pdl=not INTERPRETED)
+    expected = quantize(x, Form(8, group))
     torch.testing.assert_close(scales, expected.scales)
     assert narrow.dtype == FP8
     # Triton's interpreter rounds up to powers of two wrongly, and a quotient's last bit may differ.
-    assert (narrow.float() == expected.values.float()).float().mean() > 0.97
+    assert (narrow.float() == expected.values.float()).float().mean() > 0.96
 
 
 @pytest.mark.gpu
