@@ -14,7 +14,7 @@ from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import ModelFiles, resolve_model
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.profiling import make_trace_folder
-from radixserve.engine.quantized_model import check_quantization
+from radixserve.engine.quantized_model import check_fp8, check_quantization
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.engine.sizing import (
     check_num_pages,
@@ -91,6 +91,8 @@ class Design:
         spec = load_spec(files)
         local = local_spec(spec, shard.size)
         kernels = _choose_kernels(config, spec, device, progress)
+        if device.type == "cuda":
+            check_fp8(config, spec, torch.cuda.get_device_capability(device))
         check_quantization(config, files, spec, is_native=isinstance(kernels.ops, NativeOps))
         return cls(config, shard, files, spec, local, kernels, _resolve_sizes(config, spec, kernels, device))
 

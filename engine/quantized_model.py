@@ -19,6 +19,24 @@ from radixserve.kernels.quantized import GROUPS, UNIT, Form
 # Few weights that decide much: which experts a token gets, and which token comes next.
 _KEPT = ("lm_head", "mlp.gate")
 
+_FIRST_WITH_FP8 = (8, 9)  # compute capability
+
+
+def check_fp8(config: ServeConfig, spec: ModelSpec, capability: tuple[int, int]) -> None:
+    """Raises ``ConfigError`` where something is e4m3 that a GPU of ``capability`` does not know."""
+    if capability >= _FIRST_WITH_FP8:
+        return
+    if config.kv_cache_dtype == "fp8":
+        what, remedy = "kv_cache_dtype fp8", "leave --kv-cache-dtype away"
+    elif config.quantization == "fp8":
+        what, remedy = "quantization fp8", "leave --quantization away"
+    elif spec.quantization is not None and spec.quantization.layout == "fp8":
+        what, remedy = f"a checkpoint in {spec.quantization.description}", "use one in AWQ or GPTQ, or not quantized"
+    else:
+        return
+    first, ours = (".".join(map(str, each)) for each in (_FIRST_WITH_FP8, capability))
+    raise ConfigError(f"{what} needs a GPU of compute capability {first} or later, and this one has {ours}; {remedy}")
+
 
 def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, *, is_native: bool) -> None:
     """Raises ``ConfigError`` where ``--quantization`` is not for the model or the kernels (``is_native``: a CPU's)."""

@@ -16,6 +16,7 @@ from radixserve.engine.llm import LLM
 from radixserve.engine.load_model import load_model
 from radixserve.engine.model_config import load_spec, spec_from_config
 from radixserve.engine.model_files import resolve_model
+from radixserve.engine.quantized_model import check_fp8
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.sharding import Shard
 from radixserve.kernels.packing import WeightKind, kind_of
@@ -236,6 +237,29 @@ def test_quantization_that_does_not_go_together_is_refused_by_name(tmp_path: Pat
 
 
 # ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("quantization", "options", "message"),
+    [
+        (
+            BLOCKS,
+            {},
+            "a checkpoint in fp8 in blocks of 32 x 64 needs .* 8.9 or later, and this one has 8.0; use one in AWQ",
+        ),
+        (None, {"quantization": "fp8"}, "quantization fp8 needs .*leave --quantization away"),
+        (AWQ, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 needs .*leave --kv-cache-dtype away"),
+    ],
+)
+def test_gpus_without_fp8_are_told_before_anything_is_loaded(
+    quantization: dict[str, Any] | None, options: dict[str, Any], message: str
+) -> None:
+    base = {**tiny_models.make("llama").config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    spec = spec_from_config({**base, "quantization_config": quantization})
+    config = ServeConfig(**options)
+    with pytest.raises(ConfigError, match=message):
+        check_fp8(config, spec, (8, 0))
+    check_fp8(config, spec, (8, 9))
 
 
 @pytest.mark.parametrize(
