@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.model_files import read_json
-from radixserve.engine.text.sandbox import MAX_RENDERED_CHARS, Sandbox, with_deadline
+from radixserve.engine.text.sandbox import MAX_RENDERED_CHARS, Sandbox, check_json, with_deadline
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 # Marks the end of a message that the model shall continue. A private-use character that no one types; followed by
@@ -171,4 +171,5 @@ def _strftime_now(form: str) -> str:
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Plain JSON; Jinja's own filter escapes for HTML."""
+    check_json(value, options.get("indent"))
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -1,5 +1,6 @@
 import json
 import re
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,11 @@ def test_template_files_are_jinja_or_json(tmp_path: Path):
         template_from_file(tmp_path / "absent.jinja", SPECIAL)
 
 
+def peak_kib() -> int:
+    """Of this process's memory, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 ENDLESS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(9) %}{% endfor %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
@@ -188,6 +194,33 @@ ENDLESS = [
     "{{ '%*d' % (999999999, 1) }}",
     "{{ '%999999999d'|format(1) }}",
     "{{ [1]|batch(999999999, 'x')|list }}",
+    "{{ '{:999999d}{:9999999999d}'.format(1, 1) }}",
+    "{{ '{0:{1}}'.format(1, 9999999999) }}",
+    "{{ '{a[0]:{a[1]}}'.format(a=[1, 9999999999]) }}",
+    "{{ ('{0}' * 999999).format('x' * 999999) }}",
+    "{{ ('%(a)s' * 999999) % {'a': 'x' * 999999} }}",
+    "{{ ('%(a)s' * 999999)|format(a='x' * 999999) }}",
+    "{{ ('\t' * 999999).expandtabs(999999) }}",
+    "{{ ('a' * 999999).translate({97: 'x' * 999999}) }}",
+    "{{ range(99999)|join('x' * 999999) }}",
+    "{{ ''.join(range(99999)|map('center', 999999)) }}",
+    "{{ range(99999)|map('center', 999999)|sort }}",
+    "{{ ('x\n' * 999999)|indent(999999) }}",
+    "{{ ([1]|batch(999999, ['x' * 999999])|first)|string }}",
+    "{{ messages|tojson(indent=999999999) }}",
+    "{% set ns = namespace(x=99) %}{% for a in range(90) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    *(
+        f"{{% set ns = namespace(x=['ab']) %}}{{% for a in range(90) %}}{{% set ns.x = {more} %}}{{% endfor %}}{write}"
+        for more, write in [
+            ("[ns.x, ns.x]", "{{ ns.x }}"),
+            ("[ns.x, ns.x]", "{{ ns.x|tojson }}"),
+            ("[ns.x, ns.x]", "{{ ns.x|upper }}"),
+            ("[ns.x, ns.x]", "{{ 'x' ~ ns.x }}"),
+            ("[ns.x, ns.x]", "{{ '%s' % (ns.x,) }}"),
+            ("{'a': ns.x, 'b': ns.x}", "{{ ns }}"),
+            ("namespace(a=ns.x, b=ns.x)", "{{ ns.x }}"),
+        ]
+    ),
 ]
 
 
@@ -196,19 +229,20 @@ def test_a_template_that_would_never_end_or_fill_the_memory_is_stopped(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "MAX_RENDER_S", 0.2)
-    before_s = time.process_time()
+    before_s, before_kib = time.process_time(), peak_kib()
     with pytest.raises(InvalidRequest):
         compiled(source).render(CONVERSATIONS[0])
     assert time.process_time() - before_s < 5
+    assert peak_kib() - before_kib < 500 << 10
 
 
 def test_limits_leave_honest_templates_alone() -> None:
     source = (
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
         "{{ 'a' ~ 1 ~ none }}{{ '%s-%d' % ('x', 3) }}{{ '%s'|format('y') }}{{ 'x'|center(3) }}"
-        "{{ 'aXa'|replace('X', '-') }}"
+        "{{ 'aXa'|replace('X', '-') }}{{ '{}: {:>3}'.format('k', 1) }}{{ ','.join(['a', 'b']) }}"
         "{{ {'n': 1700000000}|tojson }}{{ 'a b'.replace(' ', '_').ljust(5) }}|{{ [1, 2, 3]|batch(2)|list }}"
         "{% for k, v in {'p': 1}.items() %}{{ k }}={{ v }}{% endfor %}{% for x in nothing %}{% else %}none{% endfor %}"
     )
     text = compiled(source).render([{"role": "user", "content": "a"}] * 3)
-    assert text == '1/3,2/3,3/3a1Nonex-3y x a-a{"n": 1700000000}a_b  |[[1, 2], [3]]p=1none'
+    assert text == '1/3,2/3,3/3a1Nonex-3y x a-ak:   1a,b{"n": 1700000000}a_b  |[[1, 2], [3]]p=1none'
