@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,12 @@ from radixserve.kernels.shared_prefix import NO_GROUPS, PrefixGroups, SharedTile
 DecodeStep = Callable[[Tensor, Tensor, SharedTiles | None], Tensor]
 # Inputs, padded to a size -> final hidden states [tokens, H]. Reads no device value on the host.
 MixedStep = Callable[[StepInputs[Tensor], PaddedSize], Tensor]
+Step = TypeVar("Step", DecodeStep, MixedStep)
+
+_NOTHING: Int32s = np.zeros(0, np.int32)
+_IDLE = StepInputs(
+    _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, np.zeros(1, np.int32), _NOTHING, _NOTHING, _NOTHING, _NOTHING
+)
 # Of a captured mixed step. Longer contexts want a kernel that shares them out, and more chunks are long steps.
 _MAX_CHUNKS = 32
 _MAX_CONTEXT = 8192
@@ -72,11 +78,6 @@ def _capture(step: Callable[[], Tensor], pool: Any) -> _Captured:
     return _Captured(graph, output)
 
 
-def _release(captured: dict[int, _Captured]) -> None:
-    for size in list(captured):
-        captured.pop(size).graph.reset()
-
-
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Leave cyclic garbage where it is. If it held a graph, an event or device memory, to destroy that would end a
@@ -90,24 +91,17 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class DecodeGraphs:
-    """Owns one graph for each batch size, and the static input and output buffers. With ``tile_members`` the steps are
-    those that read prefixes once for tiles of so many decodes."""
+class _Graphs(Generic[Step]):
+    """Owns one graph of ``step`` for each of ``sizes``, and the static input and output buffers. The row after the
+    ``max_rows`` is that of padding. With ``tile_members`` prefixes are read once for tiles of so many decodes."""
 
     def __init__(
-        self,
-        decode: DecodeStep,
-        batch_sizes: Sequence[int],
-        padding_row: int,
-        device: torch.device,
-        tile_members: int | None = None,
+        self, step: Step, sizes: Sequence[int], max_rows: int, device: torch.device, tile_members: int | None = None
     ):
-        self._decode = decode
+        self._step: Step = step
+        self._sizes, self._max_rows, self._device = np.array(sorted(sizes)), max_rows, device
         self._tile_members = tile_members
-        self._sizes = np.array(sorted(batch_sizes))
-        self._padding_row = padding_row
-        self._device = device
-        self._inputs = torch.zeros(self._input_size(int(self._sizes[-1])), dtype=torch.int32, device=device)
+        self._buffer = torch.zeros(self._input_size(int(self._sizes[-1])), dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
 
     def capture(self, pool: Any, report: Callable[[float], None]) -> None:
@@ -115,15 +109,34 @@ class DecodeGraphs:
 
         Each size also runs, on padding only, which stores nothing.
         """
-        nobody: Int32s = np.zeros(0, np.int32)
         for done, size in enumerate(reversed(self._sizes.tolist())):
-            self._send(size, nobody, nobody, None)
-            self._captured[size] = _capture(partial(self._decode, *self._views(size)), pool)
+            self._captured[size] = _capture(self._on_padding(size), pool)
             report((done + 1) / len(self._sizes))
 
     def release(self) -> None:
         """Destroy the graphs, whoever still knows this object; not to be used again."""
-        _release(self._captured)
+        for size in list(self._captured):
+            self._captured.pop(size).graph.reset()
+
+    def _input_size(self, size: int) -> int:
+        """int32s of the inputs of a step of ``size``."""
+        raise NotImplementedError
+
+    def _on_padding(self, size: int) -> Callable[[], Tensor]:
+        """The step of ``size`` on the buffer, which holds padding now."""
+        raise NotImplementedError
+
+    def _size_for(self, count: int) -> int:
+        return int(self._sizes[np.searchsorted(self._sizes, count)])
+
+    def _replay(self, size: int) -> Tensor:
+        captured = self._captured[size]
+        captured.graph.replay()
+        return captured.output
+
+
+class DecodeGraphs(_Graphs[DecodeStep]):
+    """Of steps of decodes alone, by how many there are. With ``tile_members`` all of them read prefixes together."""
 
     def fits(self, num_seqs: int) -> bool:
         """Whether a step of that many decodes can be replayed."""
@@ -134,21 +147,19 @@ class DecodeGraphs:
         sequences or, behind those, some more: a static buffer that the next replay overwrites (in stream order)."""
         size = self._size_for(len(rows))
         self._send(size, rows, kv_lens, groups)
-        captured = self._captured[size]
-        captured.graph.replay()
-        return captured.output
+        return self._replay(size)
 
     def inputs(self, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Rows and KV lengths [S] of the last replay, which had ``num_seqs`` sequences."""
         rows, kv_lens, _ = self._views(self._size_for(num_seqs))
         return rows[:num_seqs], kv_lens[:num_seqs]
 
-    def _size_for(self, num_seqs: int) -> int:
-        return int(self._sizes[np.searchsorted(self._sizes, num_seqs)])
-
     def _input_size(self, size: int) -> int:
-        """int32s of the inputs of a step of ``size`` decodes."""
         return 2 * _aligned(size) + (packed_size(size, self._tile_members) if self._tile_members else 0)
+
+    def _on_padding(self, size: int) -> Callable[[], Tensor]:
+        self._send(size, _NOTHING, _NOTHING, None)
+        return partial(self._step, *self._views(size))
 
     def _send(self, size: int, rows: Int32s, kv_lens: Int32s, groups: PrefixGroups | None) -> None:
         """Fill the inputs of a step of ``size`` decodes, in one copy."""
@@ -156,58 +167,27 @@ class DecodeGraphs:
         # From torch's cache of pinned memory, where it returns once the copy has run.
         packed = torch.empty(self._input_size(size), dtype=torch.int32, pin_memory=True)
         host = packed.numpy()
-        host[:num_seqs], host[num_seqs:lens_at] = rows, self._padding_row
+        host[:num_seqs], host[num_seqs:lens_at] = rows, self._max_rows
         host[lens_at : lens_at + num_seqs], host[lens_at + num_seqs : 2 * lens_at] = kv_lens, 0
         if self._tile_members:
             host[2 * lens_at :] = pack_tiles(groups or NO_GROUPS, kv_lens, size, self._tile_members)
-        self._inputs[: len(packed)].copy_(packed, non_blocking=True)
+        self._buffer[: len(packed)].copy_(packed, non_blocking=True)
 
     def _views(self, size: int) -> tuple[Tensor, Tensor, SharedTiles | None]:
         lens_at, end, tiles = _aligned(size), self._input_size(size), None
         if self._tile_members:
-            tiles = unpack_tiles(self._inputs[2 * lens_at : end], size, self._tile_members)
-        return self._inputs[:size], self._inputs[lens_at : lens_at + size], tiles
+            tiles = unpack_tiles(self._buffer[2 * lens_at : end], size, self._tile_members)
+        return self._buffer[:size], self._buffer[lens_at : lens_at + size], tiles
 
 
-class MixedGraphs:
-    """Owns one graph for each number of tokens, and the static input and output buffers. With ``tile_members`` all of
-    them read prefixes once for tiles of so many decodes, where there are groups."""
-
-    def __init__(
-        self,
-        forward: MixedStep,
-        token_counts: Sequence[int],
-        max_decodes: int,
-        device: torch.device,
-        tile_members: int | None = None,
-    ):
-        self._forward = forward
-        self._counts = np.array(sorted(token_counts))
-        self._max_decodes = max_decodes
-        self._device = device
-        nothing = np.zeros(0, np.int32)
-        self._tile_members = tile_members
-        self._idle = StepInputs(nothing, nothing, nothing, nothing, nothing, np.zeros(1, np.int32), *[nothing] * 4)
-        largest = self._padded(self._idle, 0, self._size_for(int(self._counts[-1])), None)
-        self._buffer = torch.zeros(sum(_aligned(len(array)) for array in largest), dtype=torch.int32, device=device)
-        self._captured: dict[int, _Captured] = {}
-
-    def capture(self, pool: Any, report: Callable[[float], None]) -> None:
-        """As ``DecodeGraphs.capture``."""
-        for done, count in enumerate(reversed(self._counts.tolist())):
-            size = self._size_for(count)
-            inputs = upload(self._padded(self._idle, 0, size, None), self._device, self._buffer)
-            self._captured[count] = _capture(partial(self._forward, inputs, size), pool)
-            report((done + 1) / len(self._counts))
-
-    def release(self) -> None:
-        """As of ``DecodeGraphs``."""
-        _release(self._captured)
+class MixedGraphs(_Graphs[MixedStep]):
+    """Of steps with prompt chunks, by their number of tokens. With ``tile_members`` all of them read prefixes together
+    where there are groups."""
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether ``plan``, which has chunks, can be replayed."""
         context = max(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        return plan.num_tokens <= self._counts[-1] and len(plan.chunks) <= _MAX_CHUNKS and context <= _MAX_CONTEXT
+        return plan.num_tokens <= self._sizes[-1] and len(plan.chunks) <= _MAX_CHUNKS and context <= _MAX_CONTEXT
 
     def replay(
         self, host: StepInputs[Int32s], num_decodes: int, groups: PrefixGroups | None = None
@@ -216,22 +196,27 @@ class MixedGraphs:
         states: static buffers that the next replay overwrites (in stream order)."""
         size = self._size_for(len(host.ids))
         inputs = upload(self._padded(host, num_decodes, size, groups), self._device, self._buffer)
-        captured = self._captured[size.tokens]
-        captured.graph.replay()
-        return inputs, captured.output
+        return inputs, self._replay(size)
+
+    def _input_size(self, size: int) -> int:
+        return sum(_aligned(len(array)) for array in self._padded(_IDLE, 0, size, None))
+
+    def _on_padding(self, size: int) -> Callable[[], Tensor]:
+        inputs = upload(self._padded(_IDLE, 0, size, None), self._device, self._buffer)
+        return partial(self._step, inputs, self._room(size))
 
     def _padded(
-        self, host: StepInputs[Int32s], num_decodes: int, size: PaddedSize, groups: PrefixGroups | None
+        self, host: StepInputs[Int32s], num_decodes: int, size: int, groups: PrefixGroups | None
     ) -> StepInputs[Int32s]:
-        padded = pad(host, num_decodes, size)
+        room = self._room(size)
+        padded = pad(host, num_decodes, room)
         if self._tile_members is None:
             return padded
         kv_lens = host.kv_lens[:num_decodes]
-        return padded._replace(tiles=pack_tiles(groups or NO_GROUPS, kv_lens, size.decodes, self._tile_members))
+        return padded._replace(tiles=pack_tiles(groups or NO_GROUPS, kv_lens, room.decodes, self._tile_members))
 
-    def _size_for(self, num_tokens: int) -> PaddedSize:
-        tokens = int(self._counts[np.searchsorted(self._counts, num_tokens)])
-        return PaddedSize(tokens, min(tokens, self._max_decodes), min(tokens, _MAX_CHUNKS))
+    def _room(self, size: int) -> PaddedSize:
+        return PaddedSize(size, min(size, self._max_rows), min(size, _MAX_CHUNKS))
 
 
 def _aligned(size: int) -> int:
