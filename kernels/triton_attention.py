@@ -41,6 +41,27 @@ class DecodeTuning:
     start_units: int = 4  # so much reading takes as long as to begin with a sequence and to leave its result
     min_slice_units: int = 2  # shorter slices cost more in merging than they win
 
+    @property
+    def slicing(self) -> dict[str, int]:
+        """Constants of the kernels that know of slices."""
+        return {"UNIT": UNIT, "START_UNITS": self.start_units, "MIN_UNITS": self.min_slice_units}
+
+    @property
+    def reading(self) -> dict[str, int]:
+        """Constants of the kernels that read keys and values."""
+        return {"BLOCK": self.block_tokens, "STAGES": self.num_stages, "num_warps": self.num_warps}
+
+
+def cut(
+    lens: Tensor, unit_starts: Tensor, slices: Tensor, num_decodes: int, tuning: DecodeTuning, **options: int
+) -> None:
+    """Launch ``cut_slices`` for items of ``lens`` tokens, the first of them ``num_decodes`` decodes. ``options``: the
+    constants SEQS, WINDOW and PDL."""
+    block, num_slices = 16, len(slices)
+    numbers = (len(lens), num_decodes, num_slices)
+    options |= {"BLOCK": block, "launch_pdl": options["PDL"]}
+    cut_slices[(triton.cdiv(num_slices, block),)](lens, unit_starts, slices, *numbers, **tuning.slicing, **options)
+
 
 class TritonDecodeAttention:
     """One query token per sequence over its pages. Owns the workspace, sized for ``max_seqs`` sequences.
@@ -69,11 +90,12 @@ class TritonDecodeAttention:
         self.kv_heads, self.head_dim, self.width = kv_heads, head_dim, triton.next_power_of_2(head_dim)
         self.group = q_heads // kv_heads
         self.group_rows = triton.next_power_of_2(self.group)
-        tuning = tuning or DecodeTuning()
-        self.pdl, self.tuning = pdl, tuning
+        self.pdl, self.tuning = pdl, tuning or DecodeTuning()
         self.scale, self.softcap = in_powers_of_two(head_dim, scale, softcap)
+        heads = {"KV_HEADS": kv_heads, "GROUP": self.group, "GROUP_ROWS": self.group_rows}
+        self.constants = {**heads, "D": head_dim, "WIDTH": self.width, "SOFTCAP": self.softcap}
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_slices = max(1, tuning.blocks_per_sm * num_sms // kv_heads)
+        self.num_slices = max(1, self.tuning.blocks_per_sm * num_sms // kv_heads)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -87,67 +109,23 @@ class TritonDecodeAttention:
     def plan_decode(self, layout: BatchLayout, num_seqs: int) -> None:
         """Cut the work of the first ``num_seqs`` sequences of ``layout`` into slices on the device, for each window."""
         self._layout, self._num_seqs = layout, num_seqs
-        block = 16
-        for window, (unit_starts, slice_seqs) in self._cuts.items():
-            cut_slices[(triton.cdiv(self.num_slices, block),)](
-                layout.kv_lens,
-                unit_starts,
-                slice_seqs,
-                num_seqs,
-                num_seqs,
-                self.num_slices,
-                UNIT=UNIT,
-                START_UNITS=self.tuning.start_units,
-                MIN_UNITS=self.tuning.min_slice_units,
-                SEQS=triton.next_power_of_2(num_seqs),
-                BLOCK=block,
-                WINDOW=window or 0,
-                PDL=self.pdl,
-                launch_pdl=self.pdl,
-            )
+        lens, num_items = layout.kv_lens[:num_seqs], triton.next_power_of_2(num_seqs)
+        for window, (unit_starts, slices) in self._cuts.items():
+            options = {"SEQS": num_items, "WINDOW": window or 0, "PDL": self.pdl}
+            cut(lens, unit_starts, slices, num_seqs, self.tuning, **options)
 
     def run_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, window: int | None = None) -> None:
         """q, out [num_seqs, q_heads, D]; caches of one layer [pages, page_size, kv_heads, D]; all contiguous.
         Nothing is written for sequences of length 0, which are padding.
         ``window``: how many tokens a query sees, one of those given at the start."""
         layout = self._layout
-        unit_starts, slice_seqs = self._cuts[window]
-        decode[(self.kv_heads, self.num_slices)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            layout.page_table,
-            layout.rows,
-            layout.kv_lens,
-            unit_starts,
-            slice_seqs,
-            self._part_out,
-            self._part_lse,
-            self._arrived,
-            self._num_seqs,
-            self.num_slices,
-            layout.page_table.stride(0),
-            self.scale,
-            KV_HEADS=self.kv_heads,
-            GROUP=self.group,
-            GROUP_ROWS=self.group_rows,
-            D=self.head_dim,
-            WIDTH=self.width,
-            PAGE=layout.page_size,
-            UNIT=UNIT,
-            START_UNITS=self.tuning.start_units,
-            MIN_UNITS=self.tuning.min_slice_units,
-            ROWS=ROWS,
-            # As many bytes on their way, whatever a token has.
-            BLOCK=self.tuning.block_tokens * q.element_size() // k_cache.element_size(),
-            STAGES=self.tuning.num_stages,
-            PARTS=PARTS,
-            WINDOW=window or 0,
-            SOFTCAP=self.softcap,
-            # Small batches wait for latency, not for bandwidth: there the look-ups cost more than they win.
-            PREFETCH=self._num_seqs >= 8,
-            PDL=self.pdl,
-            num_warps=self.tuning.num_warps,
-            launch_pdl=self.pdl,
-        )
+        tensors = (q, k_cache, v_cache, out, layout.page_table, layout.rows, layout.kv_lens, *self._cuts[window])
+        parts = (self._part_out, self._part_lse, self._arrived)
+        numbers = (self._num_seqs, self.num_slices, layout.page_table.stride(0), self.scale)
+        options = {"PAGE": layout.page_size, "ROWS": ROWS, "PARTS": PARTS, "WINDOW": window or 0}
+        # Small batches wait for latency, not for bandwidth: there the look-ups cost more than they win.
+        options |= {"PREFETCH": self._num_seqs >= 8, "PDL": self.pdl, "launch_pdl": self.pdl}
+        # As many bytes on their way, whatever a token has.
+        options["BLOCK"] = self.tuning.block_tokens * q.element_size() // k_cache.element_size()
+        constants = {**self.constants, **self.tuning.slicing, **self.tuning.reading, **options}
+        decode[(self.kv_heads, self.num_slices)](*tensors, *parts, *numbers, **constants)

@@ -38,13 +38,7 @@ class TritonExtendAttention:
         self._scale, self._softcap = in_powers_of_two(head_dim, scale, softcap)
 
     def run(
-        self,
-        layout: BatchLayout,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        window: int | None = None,
+        self, layout: BatchLayout, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, window: int | None = None
     ) -> None:
         """q, out [T, q_heads, D]: only the rows of chunks are read and written. All tensors contiguous. ``window``: how
         many tokens a query sees."""
@@ -52,32 +46,15 @@ class TritonExtendAttention:
         chunks = layout.rows.shape[0] - first
         # Each chunk may leave its last tile partly empty.
         tiles = triton.cdiv(q.shape[0] * self._group, _ROWS) + chunks
+        width = triton.next_power_of_2(self._head_dim)
+        tensors = (q, k_cache, v_cache, out, layout.page_table, layout.rows, layout.kv_lens, layout.query_starts)
+        heads = {"KV_HEADS": self._kv_heads, "GROUP": self._group, "D": self._head_dim, "WIDTH": width}
+        blocks = {"CHUNKS": triton.next_power_of_2(chunks), "ROWS": _ROWS, "KEYS": min(64, _KEY_VALUES // width)}
+        scores = {"WINDOW": window or 0, "SOFTCAP": self._softcap}
+        launch = {"PDL": self._pdl, "launch_pdl": self._pdl, "num_warps": 8 if self._head_dim > 128 else 4}
+        numbers = (first, chunks, layout.page_table.stride(0), self._scale)
         _extend[(self._kv_heads, tiles)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            layout.page_table,
-            layout.rows,
-            layout.kv_lens,
-            layout.query_starts,
-            first,
-            chunks,
-            layout.page_table.stride(0),
-            self._scale,
-            KV_HEADS=self._kv_heads,
-            GROUP=self._group,
-            D=self._head_dim,
-            WIDTH=triton.next_power_of_2(self._head_dim),
-            PAGE=layout.page_size,
-            CHUNKS=triton.next_power_of_2(chunks),
-            ROWS=_ROWS,
-            KEYS=min(64, _KEY_VALUES // triton.next_power_of_2(self._head_dim)),
-            WINDOW=window or 0,
-            SOFTCAP=self._softcap,
-            PDL=self._pdl,
-            num_warps=8 if self._head_dim > 128 else 4,
-            launch_pdl=self._pdl,
+            *tensors, *numbers, **heads, PAGE=layout.page_size, **blocks, **scores, **launch
         )
 
 

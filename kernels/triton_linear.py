@@ -185,21 +185,10 @@ def fused_linear(
     block_n = max(1, 8192 // width // (2 if gated else 1))
     if gated and width < 4096:
         block_n *= 2
-    _gemv[(triton.cdiv(n, block_n),)](
-        x,
-        weight,
-        norm.weight if norm else x,
-        x if residual is None else residual,
-        out,
-        norm.eps if norm else 0.0,
-        n,
-        K=k,
-        BLOCK_N=block_n,
-        BLOCK_K=width,
-        NORM=norm is not None,
-        num_warps=8 if width > k else 4,
-        **_options(gated, residual, pdl),
-    )
+    tensors = (x, weight, norm.weight if norm else x, x if residual is None else residual, out)
+    sizes = {"K": k, "BLOCK_N": block_n, "BLOCK_K": width, "num_warps": 8 if width > k else 4}
+    options = {**_options(gated, residual, pdl), "NORM": norm is not None}
+    _gemv[(triton.cdiv(n, block_n),)](*tensors, norm.eps if norm else 0.0, n, **sizes, **options)
     return out
 
 
@@ -218,22 +207,10 @@ def tiled_linear(
     n = weight.shape[0] // (2 if gated else 1)
     if out is None:
         out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    _matmul[(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.columns))](
-        x,
-        weight,
-        x if residual is None else residual,
-        out,
-        m,
-        n,
-        k,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth,
-        STAGES=tile.stages,
-        LINES=triton.next_power_of_2(k // 64),
-        num_warps=tile.warps,
-        **_options(gated, residual, pdl),
-    )
+    tensors = (x, weight, x if residual is None else residual, out)
+    blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
+    options = {**_options(gated, residual, pdl), "LINES": triton.next_power_of_2(k // 64), "num_warps": tile.warps}
+    _matmul[(triton.cdiv(m, tile.rows), triton.cdiv(n, tile.columns))](*tensors, m, n, k, **blocks, **options)
     return out
 
 

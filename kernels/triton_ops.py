@@ -129,25 +129,13 @@ def _rope_store(
 
 def rms_norm(x: Tensor, norm: Norm, residual: Tensor | None, pdl: bool) -> Tensor:
     """Norm of x [T, H], or of x + residual, which then replaces ``residual``; x may come in parts [P, T, H]."""
-    parts = x.shape[0] if x.dim() == 3 else 1
     tokens, size = x.shape[-2:]
     out = x.new_empty(tokens, size)
     block = triton.next_power_of_2(size)
-    _rms_norm[(tokens,)](
-        x,
-        x if residual is None else residual,
-        norm.weight,
-        out,
-        norm.eps,
-        tokens * size,
-        PARTS=parts,
-        SIZE=size,
-        BLOCK=block,
-        ADD=residual is not None,
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
-        launch_pdl=pdl,
-    )
+    tensors = (x, x if residual is None else residual, norm.weight, out)
+    sizes = {"PARTS": x.shape[0] if x.dim() == 3 else 1, "SIZE": size, "BLOCK": block}
+    launch = {"PDL": pdl, "launch_pdl": pdl, "num_warps": min(max(block // 512, 1), 16)}
+    _rms_norm[(tokens,)](*tensors, norm.eps, tokens * size, **sizes, ADD=residual is not None, **launch)
     return out
 
 
@@ -179,28 +167,12 @@ def rope_store(qkv: Tensor, places: HeadPlaces, pdl: bool) -> Tensor:
     q = qkv.new_empty(tokens, q_heads, head_dim)
     block_d = triton.next_power_of_2(head_dim)
     heads = max(1, 1024 // block_d)
-    _rope_store[(tokens, triton.cdiv(q_heads + 2 * kv_heads, heads))](
-        qkv,
-        places.positions,
-        places.cos_sin,
-        places.slots,
-        q_norm.weight if q_norm else qkv,
-        k_norm.weight if k_norm else qkv,
-        q,
-        places.k_cache,
-        places.v_cache,
-        q_norm.eps if q_norm else 0.0,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        D=head_dim,
-        BLOCK_D=block_d,
-        ROTARY=places.cos_sin.shape[-1],
-        NORM=q_norm is not None,
-        HEADS=heads,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    norms = (q_norm.weight if q_norm else qkv, k_norm.weight if k_norm else qkv)
+    tensors = (qkv, places.positions, places.cos_sin, places.slots, *norms, q, places.k_cache, places.v_cache)
+    shape = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "D": head_dim, "ROTARY": places.cos_sin.shape[-1]}
+    constants = {**shape, "BLOCK_D": block_d, "HEADS": heads, "NORM": q_norm is not None, "PDL": pdl}
+    grid = (tokens, triton.cdiv(q_heads + 2 * kv_heads, heads))
+    _rope_store[grid](*tensors, q_norm.eps if q_norm else 0.0, **constants, num_warps=4, launch_pdl=pdl)
     return q
 
 
@@ -244,17 +216,6 @@ def decode_inputs(
     ids, slots = (torch.empty(size, dtype=torch.int64, device=rows.device) for _ in range(2))
     positions = torch.empty_like(rows)
     block = 128
-    _decode_inputs[(triton.cdiv(size, block),)](
-        rows,
-        kv_lens,
-        page_table,
-        last_tokens,
-        ids,
-        positions,
-        slots,
-        size,
-        page_table.stride(0),
-        PAGE=page_size,
-        BLOCK=block,
-    )
+    tensors = (rows, kv_lens, page_table, last_tokens, ids, positions, slots)
+    _decode_inputs[(triton.cdiv(size, block),)](*tensors, size, page_table.stride(0), PAGE=page_size, BLOCK=block)
     return ids, positions, slots

@@ -285,48 +285,12 @@ def sample(
 
     floors, best, best_id = scratch(samples), scratch(samples, blocks), scratch(samples, blocks, dtype=torch.int32)
     drawn = scratch(2, samples, dtype=torch.int32)
-    strides = (logits.stride(0), floats.stride(0), ints.stride(0))
-    _floor_of_row[(samples,)](
-        logits,
-        rows,
-        floats,
-        ints,
-        scratch(samples, BLOCK),
-        floors,
-        vocab,
-        *strides,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=16,
-        launch_pdl=pdl,
-    )
-    _best_of_block[(blocks, samples)](
-        logits,
-        rows,
-        floats,
-        ints,
-        num_known,
-        floors,
-        best,
-        best_id,
-        vocab,
-        *strides,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=8,
-        launch_pdl=pdl,
-    )
-    _best_of_row[(samples,)](
-        best,
-        best_id,
-        rows,
-        drawn,
-        last_tokens,
-        vocab,
-        blocks,
-        BLOCKS=triton.next_power_of_2(blocks),
-        PDL=pdl,
-        num_warps=1,
-        launch_pdl=pdl,
-    )
+    rules, sizes = (rows, floats, ints), (vocab, logits.stride(0), floats.stride(0), ints.stride(0))
+    launch = {"PDL": pdl, "launch_pdl": pdl}
+    candidates = scratch(samples, BLOCK)
+    _floor_of_row[(samples,)](logits, *rules, candidates, floors, *sizes, BLOCK=BLOCK, num_warps=16, **launch)
+    tensors = (logits, *rules, num_known, floors, best, best_id)
+    _best_of_block[(blocks, samples)](*tensors, *sizes, BLOCK=BLOCK, num_warps=8, **launch)
+    bests = (best, best_id, rows, drawn, last_tokens)
+    _best_of_row[(samples,)](*bests, vocab, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **launch)
     return drawn

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from radixserve.kernels.interface import BatchLayout
 from radixserve.kernels.shared_prefix import SharedPrefixRule, SharedTiles
-from radixserve.kernels.triton_attention import ROWS, UNIT, DecodeTuning, TritonDecodeAttention
-from radixserve.kernels.triton_attention_kernels import cut_slices
+from radixserve.kernels.triton_attention import ROWS, DecodeTuning, TritonDecodeAttention, cut
 from radixserve.kernels.triton_shared_attention_kernels import decode_shared
 
 PARTS = 4  # of a tile's rows that are loaded at once when they are merged
@@ -70,65 +69,18 @@ class TritonSharedAttention:
     def plan_decode(self, layout: BatchLayout, tiles: SharedTiles, num_seqs: int) -> None:
         """As ``TritonDecodeAttention.plan_decode``; ``tiles`` are for ``num_seqs`` decodes."""
         self._layout, self._tiles, self._num_seqs = layout, tiles, num_seqs
-        block, num_items = 16, len(tiles.lens)
-        cut_slices[(triton.cdiv(self._num_slices, block),)](
-            tiles.lens,
-            self._unit_starts,
-            self._slice_items,
-            num_items,
-            num_seqs,
-            self._num_slices,
-            UNIT=UNIT,
-            START_UNITS=self._tuning.start_units,
-            MIN_UNITS=self._tuning.min_slice_units,
-            SEQS=max(_FEWEST_ITEMS, triton.next_power_of_2(num_items)),
-            BLOCK=block,
-            WINDOW=0,
-            PDL=self._plain.pdl,
-            launch_pdl=self._plain.pdl,
-        )
+        seqs = max(_FEWEST_ITEMS, triton.next_power_of_2(len(tiles.lens)))
+        options = {"SEQS": seqs, "WINDOW": 0, "PDL": self._plain.pdl}
+        cut(tiles.lens, self._unit_starts, self._slice_items, num_seqs, self._tuning, **options)
 
     def run_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """As ``TritonDecodeAttention.run_decode``."""
         layout, tiles, plain, tuning = self._layout, self._tiles, self._plain, self._tuning
-        decode_shared[(plain.kv_heads, self._num_slices)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            layout.page_table,
-            layout.rows,
-            layout.kv_lens,
-            *tiles,
-            self._unit_starts,
-            self._slice_items,
-            self._part_out,
-            self._part_lse,
-            self._arrived,
-            self._num_seqs,
-            len(tiles.lens),
-            self._num_slices,
-            self._prefix_lines,
-            layout.page_table.stride(0),
-            plain.scale,
-            KV_HEADS=plain.kv_heads,
-            GROUP=plain.group,
-            GROUP_ROWS=plain.group_rows,
-            MEMBERS=self.rule.tile_members,
-            D=plain.head_dim,
-            WIDTH=plain.width,
-            PAGE=layout.page_size,
-            UNIT=UNIT,
-            START_UNITS=tuning.start_units,
-            MIN_UNITS=tuning.min_slice_units,
-            ROWS=self._tile_rows,
-            LANES=32 * tuning.num_warps,
-            BLOCK=tuning.block_tokens,
-            STAGES=tuning.num_stages,
-            PARTS=PARTS,
-            SOFTCAP=plain.softcap,
-            PREFETCH=True,
-            PDL=plain.pdl,
-            num_warps=tuning.num_warps,
-            launch_pdl=plain.pdl,
-        )
+        tensors = (q, k_cache, v_cache, out, layout.page_table, layout.rows, layout.kv_lens, *tiles)
+        parts = (self._unit_starts, self._slice_items, self._part_out, self._part_lse, self._arrived)
+        numbers = (self._num_seqs, len(tiles.lens), self._num_slices, self._prefix_lines, layout.page_table.stride(0))
+        options = {"MEMBERS": self.rule.tile_members, "PAGE": layout.page_size, "ROWS": self._tile_rows}
+        options |= {"LANES": 32 * tuning.num_warps, "PARTS": PARTS, "PREFETCH": True}
+        options |= {"PDL": plain.pdl, "launch_pdl": plain.pdl}
+        constants = {**plain.constants, **tuning.slicing, **tuning.reading, **options}
+        decode_shared[(plain.kv_heads, self._num_slices)](*tensors, *parts, *numbers, plain.scale, **constants)
