@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from radixserve.configs.schema import ServeConfig
+from radixserve.engine import sizing
 from radixserve.engine.decoder import create_model
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.host import usable_cores
@@ -16,18 +17,6 @@ from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.profiling import make_trace_folder
 from radixserve.engine.quantized_model import check_fp8, check_quantization
 from radixserve.engine.sharding import Shard, local_spec
-from radixserve.engine.sizing import (
-    check_num_pages,
-    choose_dtype,
-    choose_kv_dtype,
-    choose_max_num_seqs,
-    choose_model_len,
-    choose_native_kv_dtype,
-    choose_page_size,
-    choose_step_tokens,
-    choose_torch_dtype,
-    wants_native,
-)
 from radixserve.engine.step import Pulse
 from radixserve.engine.weight_packing import can_pack_model
 from radixserve.engine.weights import Progress
@@ -117,7 +106,7 @@ def _resolve_device(config: ServeConfig, shard: Shard) -> torch.device:
 
 def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, progress: Progress) -> Kernels:
     notice, pulse = "", Pulse()
-    if wants_native(config, config.dtype, device.type):
+    if sizing.wants_native(config, config.dtype, device.type):
         try:
             if config.tensor_parallel_size > 1:
                 raise BackendUnavailable("they do not go with --tensor-parallel-size")
@@ -135,24 +124,26 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
                     f"cpu_weights {config.cpu_weights} needs the native kernels: {error}; use --cpu-weights auto"
                 ) from error
             notice = f" (slow: the native kernels cannot be used: {error})"
-    requested = choose_torch_dtype(config, config.dtype, device.type)
+    requested = sizing.choose_torch_dtype(config, config.dtype, device.type)
     has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
-    dtype = choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
+    dtype = sizing.choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
     layer_ops = select_ops(device, dtype, config.moe_backend, deterministic=config.deterministic)
     return Kernels(layer_ops, dtype, pulse, notice)
 
 
 def _resolve_sizes(config: ServeConfig, spec: ModelSpec, kernels: Kernels, device: torch.device) -> Sizes:
-    is_native = isinstance(kernels.ops, NativeOps)
-    max_model_len, page_size = choose_model_len(config, spec), choose_page_size(config)
-    check_num_pages(config, page_size, max_model_len)
+    max_model_len, page_size = sizing.choose_model_len(config, spec), sizing.choose_page_size(config)
+    sizing.check_num_pages(config, page_size, max_model_len)
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    kv_dtype = choose_native_kv_dtype(config, config.dtype) if is_native else choose_kv_dtype(config, kernels.dtype)
+    if isinstance(kernels.ops, NativeOps):
+        kv_dtype = sizing.choose_native_kv_dtype(config, config.dtype)
+    else:
+        kv_dtype = sizing.choose_kv_dtype(config, kernels.dtype)
     return Sizes(
         device=device,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
         page_size=page_size,
-        step_tokens=choose_step_tokens(config, device.type),
-        max_num_seqs=choose_max_num_seqs(config, gpu_bytes),
+        step_tokens=sizing.choose_step_tokens(config, device.type),
+        max_num_seqs=sizing.choose_max_num_seqs(config, gpu_bytes),
     )

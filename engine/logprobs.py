@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from radixserve.engine.transfer import to_device, to_host
 _LOGIT_ROWS = 64  # looked at together: what is computed of the logits of a whole step or chunk would take gigabytes
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobRows:
+class LogprobRows(NamedTuple):
     """n positions; the K best tokens of each are sorted, best first, of which position i reports ``num_top[i]``."""
 
     num_top: list[int]
@@ -28,16 +28,15 @@ class LogprobRows:
 
     def to_host(self) -> LogprobRows:
         """The same on the host, once the copies that this starts are done."""
-        tensors = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        return LogprobRows(self.num_top, *map(to_host, tensors))
+        num_top, *tensors = self
+        return LogprobRows(num_top, *map(to_host, tensors))
 
     def messages(self) -> list[TokenLogprobs]:
         """One message for each position; call on the host's copy."""
-        tensors = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        rows = zip(self.num_top, *(tensor.tolist() for tensor in tensors), strict=True)
+        num_top, *tensors = self
         return [
             TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)), rank)
-            for count, token, logprob, rank, ids, values in rows
+            for count, token, logprob, rank, ids, values in zip(num_top, *map(Tensor.tolist, tensors), strict=True)
         ]
 
 

@@ -146,26 +146,31 @@ class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
     """A message from this frontend was damaged beyond telling which request it was about."""
 
 
-class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and counters since start; tokens unless the name says otherwise. Generated ones include forced ones, which
-    a grammar left no choice about."""
+class Counters(msgspec.Struct):
+    """Since start; tokens where the name says so, else requests or steps. Generated tokens include forced ones, which a
+    grammar left no choice about."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    forced_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    rejected: int = 0
+    failed: int = 0
+    retracted: int = 0
+
+
+class EngineStats(Counters):
+    """Also gauges, and what the cache has counted."""
 
     running: int = 0
     waiting: int = 0
     kv_total_tokens: int = 0
     kv_free_tokens: int = 0
     kv_evictable_tokens: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    forced_tokens: int = 0
     evicted_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    rejected: int = 0
-    failed: int = 0
-    retracted: int = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
@@ -178,7 +183,7 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     progress: float = 0.0
     max_model_len: int = 0
     vocab_size: int = 0
-    stats: EngineStats = EngineStats()
+    stats: EngineStats = msgspec.field(default_factory=EngineStats)
 
 
 class Observation(msgspec.Struct, frozen=True, tag="observation"):

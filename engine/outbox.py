@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from radixserve.engine.messages import FinishReason, Outputs, TokenEvent, TokenLogprobs
+from radixserve.engine.messages import Counters, FinishReason, Outputs, TokenEvent, TokenLogprobs
 from radixserve.engine.request import Request
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counted since start; fields as in ``EngineStats``."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    forced_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    rejected: int = 0
-    failed: int = 0
-    retracted: int = 0
 
 
 class Outbox:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -47,11 +48,7 @@ X86_LEVELS = (
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
     ),
-    Level(
-        "avx512bf16",
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
-        (*_AVX512, "avx512_vnni", "avx512_bf16"),
-    ),
+    Level("avx512bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), (*_AVX512, "avx512_vnni", "avx512_bf16")),
     Level("avx512", ("-march=x86-64-v4", "-mavx512vnni"), (*_AVX512, "avx512_vnni")),
     Level("avx2", ("-march=x86-64-v3",), ("avx2", "fma", "f16c", "bmi2")),
 )
@@ -59,35 +56,23 @@ PLAIN = Level("plain", (), ())
 _Pulse = ctypes.CFUNCTYPE(None)
 
 
+def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Op(ctypes.Structure):
     """One operation of a step, see ``native/interface.h``. Pointers are addresses; fields that are not given are 0."""
 
     _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("weight_kind", ctypes.c_int32),
-        ("epilogue", ctypes.c_int32),
-        ("cache_bf16", ctypes.c_int32),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("norm", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        ("rotary_dim", ctypes.c_int32),
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("cos_sin", ctypes.c_void_p),
-        ("q_norm", ctypes.c_void_p),
-        ("k_norm", ctypes.c_void_p),
-        ("k_cache", ctypes.c_void_p),
-        ("v_cache", ctypes.c_void_p),
-        ("q_heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("page_size", ctypes.c_int32),
-        ("score_scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("window", ctypes.c_int64),
+        *_fields(ctypes.c_int32, "kind weight_kind epilogue cache_bf16"),
+        *_fields(ctypes.c_int64, "rows cols"),
+        *_fields(ctypes.c_void_p, "weight bias norm"),
+        *_fields(ctypes.c_float, "eps"),
+        *_fields(ctypes.c_int32, "rotary_dim"),
+        *_fields(ctypes.c_void_p, "input output cos_sin q_norm k_norm k_cache v_cache"),
+        *_fields(ctypes.c_int32, "q_heads kv_heads head_dim page_size"),
+        *_fields(ctypes.c_float, "score_scale softcap"),
+        *_fields(ctypes.c_int64, "window"),
     ]
 
 
