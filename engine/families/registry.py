@@ -11,15 +11,4 @@ from radixserve.engine.families.phi3 import PHI3
 from radixserve.engine.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from radixserve.engine.families.smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    SMOLLM3,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    GEMMA2,
-    GEMMA3,
-    PHI3,
-)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, MIXTRAL, SMOLLM3, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -24,6 +24,16 @@ _END_MARK = "\U0010fe0f"
 
 class _Refusal(TemplateError):
     """The template itself called ``raise_exception``."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """``add_generation_prompt``: on by default. ``continue_final_message`` leaves the last message open for the model
+    to go on with."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class ChatTemplate:
@@ -45,19 +55,13 @@ class ChatTemplate:
             raise ModelError(f"chat template of {origin}, line {error.lineno}: {error.message}") from error
         self.uses_tools = "tools" in variables  # or ignores them
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of normalized messages. ``continue_final_message`` leaves the last message open for the
-        model to go on with. Raises ``InvalidRequest`` with what the template says against them."""
-        variables = {**self._special_tokens, "documents": None, **_checked_kwargs(chat_template_kwargs or {})}
-        if continue_final_message:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> str:
+        """The prompt text of normalized messages. Raises ``InvalidRequest`` with what the template says against
+        them."""
+        variables: dict[str, Any] = {**self._special_tokens, "documents": None}
+        variables |= _checked_kwargs(options.get("chat_template_kwargs") or {})
+        add_generation_prompt, tools = options.get("add_generation_prompt", True), options.get("tools") or None
+        if continue_final_message := options.get("continue_final_message", False):
             if add_generation_prompt:
                 raise InvalidRequest(
                     "continue_final_message and add_generation_prompt exclude each other",
@@ -67,7 +71,7 @@ class ChatTemplate:
             messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK + " "}]
         template = self._tool_use if tools else self._default
         try:
-            variables |= {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+            variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
             text = _join(template.generate(with_deadline(variables)))
         except _Refusal as error:
             raise InvalidRequest(str(error), param="messages") from error

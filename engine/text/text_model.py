@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from radixserve.configs.schema import ModelOptions
 from radixserve.engine.errors import InvalidRequest, ModelError
@@ -14,6 +14,7 @@ from radixserve.engine.model_config import load_sampling_defaults, load_spec, sp
 from radixserve.engine.model_files import ModelFiles, read_json
 from radixserve.engine.model_spec import ModelSpec, SamplingDefaults
 from radixserve.engine.text.chat_template import (
+    ChatOptions,
     ChatTemplate,
     template_from_config,
     template_from_file,
@@ -42,48 +43,17 @@ class TextModel:
         """A raw prompt: control-token text is control tokens; BOS is added if the tokenizer adds one by itself."""
         return self.tokenizer.encode(text, add_special_tokens=True)
 
-    def render_chat(
-        self,
-        messages: object,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render_chat(self, messages: object, **options: Unpack[ChatOptions]) -> str:
         """The prompt text of a conversation. Raises ``InvalidRequest``."""
-        return self._required_template().render(
-            normalize_messages(messages),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        return self._required_template().render(normalize_messages(messages), **options)
 
-    def encode_chat(
-        self,
-        messages: object,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: object, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation. Control tokens come from the template alone: their text in messages, tools and
         arguments is encoded as text. No BOS is added, since templates write it. Raises ``InvalidRequest``."""
         template = self._required_template()
-
-        def render(inputs: Mapping[str, Any]) -> str:
-            return template.render(
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **inputs
-            )
-
-        user_inputs = {
-            "messages": normalize_messages(messages),
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-        return self.literals.encode(user_inputs, render)
+        user_inputs = {key: value for key, value in options.items() if key in ("tools", "chat_template_kwargs")}
+        user_inputs["messages"] = normalize_messages(messages)
+        return self.literals.encode(user_inputs, lambda inputs: template.render(**{**options, **inputs}))
 
     def _required_template(self) -> ChatTemplate:
         if self.template is None:
