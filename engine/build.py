@@ -91,6 +91,7 @@ def build_engine(
         undo.callback(loaded.runner.release_graphs)  # ``leave``, which is called after it, waits for that
         built = _assemble(design, loaded)
         undo.callback(team.close)
+        undo.callback(built.close)
         close = undo.pop_all().close  # undoes once, however often it is called
     atexit.register(close)  # what is not closed would hang when torch takes itself down
     return replace(built, runner=TeamRunner(built.runner, team), close=close)
@@ -152,12 +153,12 @@ def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:
     pool_tokens = num_pages * page_size
     kv_type = " in fp8" if sizes.kv_dtype == FP8 else ""
     shorter = f", requests of up to {pool_tokens:,}" if pool_tokens < sizes.max_model_len else ""
+    grammars = XGrammars(lambda: load_text_model(design.files, config).tokenizer, spec.vocab_size, spec.eos_token_ids)
     return BuiltEngine(
         runner=ProfiledRunner(runner, Path(config.profile)) if config.profile else runner,
         cache=CacheManager(prefixes, num_pages, sizes.max_num_seqs, sizes.max_pages_per_row),
-        grammars=XGrammars(
-            lambda: load_text_model(design.files, config).tokenizer, spec.vocab_size, spec.eos_token_ids
-        ),
+        grammars=grammars,
+        close=grammars.close,
         limits=SchedulerLimits(
             max_model_len=sizes.max_model_len,
             vocab_size=spec.vocab_size,

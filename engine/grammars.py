@@ -1,4 +1,4 @@
-"""Grammars by xgrammar, the only module that knows it.
+"""Grammars by xgrammar, which only this module and ``compiling`` know.
 
 xgrammar (Dong et al. 2024, arXiv 2411.15100) compiles a grammar together with the vocabulary: where most tokens may
 stand is known beforehand, so that a mask takes microseconds. It is imported when the first grammar comes: that takes a
@@ -7,7 +7,6 @@ second, and many servers never get one.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -17,30 +16,21 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.engine.compiling import TOO_SLOW, Compiler
 from radixserve.engine.constraint import WORD_BITS, ConstraintFailed, TokenConstraint, mask_words
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.spelling import Speller
 from radixserve.engine.step import Int32s
 from radixserve.engine.text.tokenizer import Tokenizer
+from radixserve.engine.trials import GrammarTrials, TrialSetup
 
 CACHE_BYTES = 256 << 20
-# Masks are made between two steps, where everybody waits for them. Of CPU time: one place of a trial, and what all
-# masks of a request may take together.
-_MAX_TRIAL_S = 0.05
-_TRIAL_TOKENS = 24
+# Masks are made between two steps, where everybody waits for them: CPU time that those of a request may take together.
 _MAX_MASKS_S = 1.0
 _MAX_MASK_S = 0.01
 # To find out whether what is forced has an end within reach, before the library looks for it: tokens, and CPU time.
 _MAX_STEPS_AHEAD = 256
 _MAX_AHEAD_S = 0.02
-# "[12:00:00] /path/file.cc:94: " stands before what the library has to say.
-_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
-# As xgrammar serializes them, a class with its size, that it is negated, and its ranges: all but quote, backslash and
-# line breaks; all but quote, backslash, control characters and halves of surrogate pairs.
-_LOOSE_CLASS = ",1,9,1,34,34,92,92,13,13,10,10,"
-_JSON_CLASS = ",1,9,1,34,34,92,92,0,31,55296,57343,"
-
-_TOO_SLOW = "the grammar takes too long at each token: use fewer alternatives, and shorter counted repetitions"
 
 
 class XGrammars:
@@ -54,9 +44,9 @@ class XGrammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._num_bytes = 0
         self._cache_lock = threading.Lock()  # held for a moment only: the engine's loop takes it
-        self._compiler: Any = None
+        self._made: tuple[Compiler, GrammarTrials] | None = None
         self._tokens: _Tokens | None = None
-        self._compiler_lock = threading.Lock()
+        self._tools_lock = threading.Lock()
 
     def cached(self, grammar: str) -> TokenConstraint | None:
         with self._cache_lock:
@@ -67,12 +57,11 @@ class XGrammars:
         return self._matcher(compiled)
 
     def compile(self, grammar: str) -> TokenConstraint:
-        try:
-            compiled = _compiled(self._the_compiler(), grammar)
-        except (RuntimeError, ValueError) as error:
-            reason = _PLACE.sub("", str(error)).strip()
-            raise InvalidRequest(f"cannot be compiled: {reason}", param="grammar", code="invalid_grammar") from error
-        self._check_speed(compiled)
+        if (constraint := self.cached(grammar)) is not None:
+            return constraint
+        compiler, trials = self._tools()
+        trials.check(grammar)
+        compiled = compiler.compile(grammar)
         with self._cache_lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = compiled
@@ -81,31 +70,18 @@ class XGrammars:
                 self._num_bytes -= self._compiled.popitem(last=False)[1].memory_size_bytes
         return self._matcher(compiled)
 
+    def close(self) -> None:
+        """End what runs beside this process."""
+        if self._made is not None:
+            self._made[1].close()
+
     def _matcher(self, compiled: Any) -> _Matcher:
         assert self._tokens is not None, "what is compiled was compiled with them"
         return _Matcher(compiled, self._tokens)
 
-    def _check_speed(self, compiled: Any) -> None:
-        """Raises ``InvalidRequest`` if masks take too long at the beginning, or on some way on from there."""
-        matcher, words = self._matcher(compiled), np.empty(mask_words(self._vocab_size), np.int32)
-        try:
-            matcher.fill_mask(words)  # what is made on first use
-            for _ in range(_TRIAL_TOKENS):
-                before = time.thread_time()
-                matcher.fill_mask(words)
-                ended = matcher.accept(_middle(words))
-                if time.thread_time() - before > _MAX_TRIAL_S:
-                    raise InvalidRequest(_TOO_SLOW, param="grammar", code="grammar_too_complex")
-                if ended:
-                    return
-        except ConstraintFailed as error:
-            raise InvalidRequest(f"cannot be kept: {error}", param="grammar", code="invalid_grammar") from error
-
-    def _the_compiler(self) -> Any:
-        import xgrammar
-
-        with self._compiler_lock:
-            if self._compiler is None:
+    def _tools(self) -> tuple[Compiler, GrammarTrials]:
+        with self._tools_lock:
+            if self._made is None:
                 try:
                     tokenizer = self._load_tokenizer()
                 except ModelError as error:
@@ -115,33 +91,10 @@ class XGrammars:
                     b"" if token_id in tokenizer.control_ids else tokenizer.token_bytes(token_id)
                     for token_id in range(self._vocab_size)
                 ]
-                info = xgrammar.TokenizerInfo(
-                    vocabulary,
-                    xgrammar.VocabType.RAW,
-                    vocab_size=self._vocab_size,
-                    stop_token_ids=self._eos_token_ids,
-                )
+                trials = GrammarTrials(TrialSetup(vocabulary, self._eos_token_ids))
                 self._tokens = _Tokens(tokenizer, vocabulary, self._eos_token_ids)
-                # Its own cache keeps the parts that grammars share.
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES // 4)
-        return self._compiler
-
-
-def _middle(words: Int32s) -> int:
-    """Of the tokens that a mask allows: mostly a word, where there may be words, and seldom the end."""
-    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-    return int(allowed[len(allowed) // 2])
-
-
-def _compiled(compiler: Any, grammar: str) -> Any:
-    """Strings with a length have characters of a class that lets raw control characters through, which JSON does not
-    have (https://github.com/mlc-ai/xgrammar/issues/800): it is replaced in the grammar before the compilation."""
-    if 'Length":' not in grammar:
-        return compiler.compile_structural_tag(grammar)
-    import xgrammar
-
-    text = xgrammar.Grammar.from_structural_tag(grammar).serialize_json()
-    return compiler.compile_grammar(xgrammar.Grammar.deserialize_json(text.replace(_LOOSE_CLASS, _JSON_CLASS)))
+                self._made = Compiler(vocabulary, self._eos_token_ids, CACHE_BYTES // 4), trials
+        return self._made
 
 
 class _Tokens:
@@ -242,6 +195,6 @@ class _Matcher:
         self._masks_s += time.thread_time() - before
         self._num_masks += 1
         if self._masks_s > _MAX_MASKS_S + self._num_masks * _MAX_MASK_S:
-            raise ConstraintFailed(_TOO_SLOW)
+            raise ConstraintFailed(TOO_SLOW)
         if not words.any():
             raise ConstraintFailed("no token of the model fits the grammar here")

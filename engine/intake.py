@@ -15,12 +15,9 @@ from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, ToFrontend, TokenEvent
 from radixserve.engine.scheduler import RETRY_AFTER_S, Scheduler
 
-COMPILE_CPU_S = 10.0  # what one grammar may cost
-COMPILE_TIMEOUT_S = 60.0  # and how long a request may wait for it
+COMPILE_TIMEOUT_S = 90.0  # how long a request may wait for its grammar; a trial ends before
 _THREADS = 2
 _NICENESS = 5
-_STUCK_NICENESS = 19
-_MAX_STUCK = 8  # compilations beyond their limit that go on in threads of their own
 _MAX_COMPILING = 256  # requests
 
 Sender = tuple[bytes, Submit]  # a frontend and its request
@@ -31,18 +28,14 @@ class _Job:
     """A grammar that is being compiled, and who waits for it."""
 
     deadline: float
-    spent_s: Callable[[], float] = float  # CPU time so far
-    thread_id: int | None = None  # of the system, once it has begun
-    future: Future[TokenConstraint] = field(default_factory=Future)
+    future: Future[TokenConstraint]
     senders: list[Sender] = field(default_factory=list)
 
 
 class Intake:
     """Owns the requests whose grammar is being compiled: they wait here, in nobody's way, and go to the scheduler then.
 
-    Threads compile with the lowest claim to a core that is needed for a model on the CPU. A compilation cannot be
-    stopped: when it has used ``cpu_s``, or after ``timeout_s``, its requests are refused, it goes on with what others
-    leave of a core, and new threads take over from its.
+    Threads compile with the lowest claim to a core that is needed for a model on the CPU.
     """
 
     def __init__(
@@ -50,15 +43,12 @@ class Intake:
         scheduler: Scheduler,
         grammars: ConstraintSource,
         *,
-        cpu_s: float = COMPILE_CPU_S,
         timeout_s: float = COMPILE_TIMEOUT_S,
     ) -> None:
         self._scheduler = scheduler
         self._grammars = grammars
-        self._cpu_s = cpu_s
         self._timeout_s = timeout_s
-        self._threads = _new_threads()
-        self._stuck: list[Future[TokenConstraint]] = []
+        self._threads = ThreadPoolExecutor(_THREADS, "grammar", initializer=_step_back)
         self._aborted: list[Sender] = []  # to be told
         self._jobs: dict[str, _Job] = {}  # by grammar: those who ask for the same share it
 
@@ -78,8 +68,8 @@ class Intake:
             return Rejected(submit.uid, message, code="queue_full", status=429, retry_after_s=RETRY_AFTER_S)
         job = self._jobs.get(grammar)
         if job is None:
-            job = self._jobs[grammar] = _Job(time.monotonic() + self._timeout_s)
-            job.future = self._threads.submit(self._compile, job, grammar)
+            future = self._threads.submit(self._grammars.compile, grammar)
+            job = self._jobs[grammar] = _Job(time.monotonic() + self._timeout_s, future)
         job.senders.append((frontend, submit))
         return None
 
@@ -89,27 +79,16 @@ class Intake:
         news: list[tuple[bytes, ToFrontend]] = [
             (frontend, Outputs([TokenEvent(submit.uid, [], FinishReason.ABORT)])) for frontend, submit in aborted
         ]
-        over = {grammar: job for grammar, job in self._jobs.items() if self._is_over(job)}
+        now = time.monotonic()
+        over = {grammar: job for grammar, job in self._jobs.items() if job.future.done() or now > job.deadline}
         for grammar in over:
             del self._jobs[grammar]
         for grammar, job in over.items():
             news += self._end(grammar, job)
         return news
 
-    def _compile(self, job: _Job, grammar: str) -> TokenConstraint:
-        """In a thread."""
-        clock = time.pthread_getcpuclockid(threading.get_ident())
-        begin = time.clock_gettime(clock)
-        job.thread_id = threading.get_native_id()
-        job.spent_s = lambda: time.clock_gettime(clock) - begin
-        return self._grammars.compile(grammar)
-
-    def _is_over(self, job: _Job) -> bool:
-        return job.future.done() or time.monotonic() > job.deadline or job.spent_s() > self._cpu_s
-
     def _end(self, grammar: str, job: _Job) -> Iterator[tuple[bytes, ToFrontend]]:
-        if not job.future.done() and not job.future.cancel():
-            self._leave_behind(job)
+        job.future.cancel()  # if it has not begun
         for frontend, submit in job.senders:
             rejected = self._refusal(submit, job.future)
             if rejected is None:
@@ -123,7 +102,7 @@ class Intake:
             message = "the server is overloaded: others compile their grammars; try again later"
             return Rejected(submit.uid, message, code="queue_full", status=503, retry_after_s=RETRY_AFTER_S)
         if not future.done():
-            message = f"takes more than {self._cpu_s:g} s to compile: make the schema or grammar simpler"
+            message = f"takes more than {self._timeout_s:g} s to compile: make the schema or grammar simpler"
             return Rejected(submit.uid, message, code="grammar_too_complex", param="grammar")
         match future.exception():
             case None:
@@ -133,18 +112,6 @@ class Intake:
             case error:
                 message = f"the grammar could not be compiled: {error}"
                 return Rejected(submit.uid, message, code="grammar_failed", param="grammar", status=500)
-
-    def _leave_behind(self, job: _Job) -> None:
-        """Who waits behind a compilation that does not end goes to other threads."""
-        self._stuck = [future for future in [*self._stuck, job.future] if not future.done()]
-        _step_back(_STUCK_NICENESS, job.thread_id)
-        if len(self._stuck) > _MAX_STUCK:
-            return
-        self._threads.shutdown(wait=False)
-        self._threads = _new_threads()
-        for grammar, other in self._jobs.items():
-            if other.future.cancel():
-                other.future = self._threads.submit(self._compile, other, grammar)
 
     # ---- ends ----
 
@@ -168,11 +135,7 @@ class Intake:
             job.senders = [sender for sender in job.senders if not concerns(sender)]
 
 
-def _new_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, "grammar", initializer=_step_back)
-
-
-def _step_back(niceness: int = _NICENESS, thread_id: int | None = None) -> None:
+def _step_back() -> None:
     """Threads have a niceness of their own on Linux; elsewhere this would be the process's."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, thread_id or threading.get_native_id(), niceness)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixserve.engine import grammars
+from radixserve.engine import compiling, grammars
 from radixserve.engine.constraint import ConstraintFailed, TokenConstraint, mask_words
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.grammars import XGrammars
@@ -122,7 +122,7 @@ def test_slow_masks_are_refused_before_or_end_their_request(source: XGrammars, m
     monkeypatch.setattr(grammars, "_MAX_MASKS_S", 0.0)
     with pytest.raises(ConstraintFailed, match="too long"):
         allowed(constraint)
-    monkeypatch.setattr(grammars, "_MAX_TRIAL_S", 0.0)
+    monkeypatch.setattr(compiling, "_MAX_TRIAL_S", 0.0)
     monkeypatch.setattr(grammars, "_MAX_MASKS_S", 1.0)
     with pytest.raises(InvalidRequest, match="too long"):
         source.compile(structural_tag(regex("[a-z]{1,201}")))

@@ -1,0 +1,127 @@
+"""Grammars are compiled in a process of their own first, which can be killed: what a user sends may take the compiler
+for ever, take all memory or crash it. What came to an end there may be compiled in the engine.
+
+Compiled again, since to bring a compiled grammar over takes as long or longer: xgrammar writes masks that many places
+share once for each (docs/structured_output.md has figures). No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from radixserve.engine.errors import InvalidRequest, RadixServeError
+
+TRIAL_CPU_S = 10.0  # what one grammar may cost
+TRIAL_TIMEOUT_S = 60.0  # and how long it may take on a busy machine
+TRIAL_MEMORY_BYTES = 1 << 30
+EXIT_OUT_OF_MEMORY = 4
+
+_COMMAND = (sys.executable, "-P", "-m", "radixserve.engine.trial_process")
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # of numpy, which is not asked for products
+_SIMPLER = "make the schema or grammar simpler"
+_CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+
+
+class TrialSetup(msgspec.Struct, frozen=True):
+    """What a process is told first. ``memory_bytes``: None where the system cannot limit them."""
+
+    vocabulary: list[bytes]
+    eos_token_ids: list[int]
+    cpu_s: float = TRIAL_CPU_S
+    memory_bytes: int | None = TRIAL_MEMORY_BYTES if sys.platform == "linux" else None
+
+
+class GrammarTrials:
+    """Owns the processes: as many as there are threads that try a grammar at once, from the first one on."""
+
+    def __init__(self, setup: TrialSetup, timeout_s: float = TRIAL_TIMEOUT_S):
+        self._setup = setup
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._idle = [_TrialProcess(setup)]  # it starts while the engine loads the library
+
+    def check(self, grammar: str) -> None:
+        """Return if the engine may compile ``grammar``, which may have errors. Raises ``InvalidRequest`` if it takes
+        too much time or memory or crashes the compiler."""
+        status = None
+        for _ in range(2):  # that somebody killed the process is not the grammar's fault
+            process = self._take()
+            status = process.try_to_compile(grammar, self._timeout_s)
+            if status is None:
+                with self._lock:
+                    self._idle.append(process)
+                return
+            if fault := self._fault(status):
+                raise InvalidRequest(f"{fault}: {_SIMPLER}", param="grammar", code="grammar_too_complex")
+        raise RadixServeError(
+            f"the process that tries grammars ended with exit status {status}, twice: try again later"
+        )
+
+    def close(self) -> None:
+        """End the processes that are idle; another ``check`` starts one anew."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.end()
+
+    def _take(self) -> _TrialProcess:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _TrialProcess(self._setup)
+
+    def _fault(self, status: int) -> str | None:
+        """What is wrong with a grammar whose trial ended with that exit status, if anything is."""
+        if status == -signal.SIGPROF:
+            return f"takes more than {self._setup.cpu_s:g} s to compile"
+        if status == EXIT_OUT_OF_MEMORY:
+            return f"takes more than {(self._setup.memory_bytes or 0) >> 20} MiB of memory to compile"
+        return f"crashes the compiler (signal {-status})" if -status in _CRASHES else None
+
+
+class _TrialProcess:
+    """Owns one process and the socket to it. The process ends with this object, with the engine (the socket's end, and
+    on Linux the kernel sees to it), and by itself when a grammar has used its time."""
+
+    def __init__(self, setup: TrialSetup):
+        self._untold: TrialSetup | None = setup
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                _COMMAND,
+                stdin=theirs.fileno(),
+                env={**os.environ, **_ENVIRONMENT},
+                process_group=0,  # Ctrl-C in a terminal is for the engine
+            )
+        self.end = weakref.finalize(self, _end, self._process, self._pipe)
+
+    def try_to_compile(self, grammar: str, timeout_s: float) -> int | None:
+        """None when it came to its end, or else the exit status of the process, which is gone."""
+        try:
+            if self._untold is not None:
+                self._pipe.send_bytes(msgspec.msgpack.encode(self._untold))
+                self._untold = None
+            self._pipe.send_bytes(grammar.encode())
+            if not self._pipe.poll(timeout_s):
+                self._process.kill()
+                self._process.wait()
+                return -signal.SIGPROF
+            self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            return self._process.wait()
+        return None
+
+
+def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.wait()
