@@ -158,8 +158,7 @@ class ServerOptions(OptionGroup):
     )
     api_key: tuple[Secret, ...] = Field((), description="Keys that clients must send as a bearer token")
     admin_api_key: tuple[Secret, ...] = Field(
-        (),
-        description="Keys for all routes; with one, those of operators take no other (docs/security.md)",
+        (), description="Keys for all routes; with one, those of operators take no other (docs/security.md)"
     )
     api_key_file: str | None = Field(
         None, description="File of more keys, a line each: KEY, or KEY NAME, or KEY NAME WEIGHT"

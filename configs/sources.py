@@ -1,10 +1,12 @@
-"""Where options come from. Flags win over ``RADIXSERVE_*`` variables, these over the config file, the preset, defaults.
+"""Where options come from, and how they are written out.
 
+Flags win over ``RADIXSERVE_*`` variables, these over the config file, the preset, defaults.
 Every mistake is an ``OptionError`` that names the flag, variable or key and what is allowed there.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +19,7 @@ from pydantic import ValidationError
 
 from radixserve.configs.errors import OptionError
 from radixserve.configs.options import OPTIONS, VARIABLE_PREFIX, flag_of, table_name, variable_of
-from radixserve.configs.schema import GROUPS, SECRET_OPTIONS, ServeConfig
+from radixserve.configs.schema import GROUPS, SECRET_OPTIONS, OptionGroup, ServeConfig
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
@@ -104,6 +106,11 @@ def unknown_flag(flag: str, known: Iterable[str], help_command: str) -> OptionEr
     return OptionError(f"unknown option {flag}{_suggest(flag, known) or f' ({help_command} lists them)'}")
 
 
+def to_toml(config: ServeConfig) -> str:
+    """A configuration as TOML that ``--config`` reads back to the same one, but for the API keys."""
+    return "\n".join(_table(group, config.model_dump(mode="json")) for group in GROUPS)
+
+
 def _flatten(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     tables = {table_name(group.title()): group for group in GROUPS}
     values: dict[str, Any] = {}
@@ -146,3 +153,16 @@ def _suggest(word: str, known: Iterable[str], show: Callable[[str], str] = str) 
     # An option is cut short more often than misspelt.
     close = [name for name in known if name.startswith(word)] or get_close_matches(word, known, n=1)
     return f"; did you mean {show(close[0])}?" if close else ""
+
+
+def _table(group: type[OptionGroup], values: dict[str, Any]) -> str:
+    lines = (_line(name, values[name]) for name in group.model_fields)
+    return f"[{table_name(group.title())}]\n" + "".join(lines)
+
+
+def _line(name: str, value: Any) -> str:
+    if name in SECRET_OPTIONS and value:
+        return f"# {name}: {len(value)} not shown\n"
+    # TOML's strings, numbers, booleans and lists of strings are JSON's; it has no null, which is "auto" here.
+    literal = json.dumps("auto" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{name} = {literal}\n"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -78,7 +77,8 @@ def build_app(config: ServeConfig, engine_address: str) -> FastAPI:
     _add_layers(app, config, keys)
     if tracer is not None:
         app.add_middleware(TraceParents)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way
+    # FastAPI's documented way to describe an application otherwise.
+    app.openapi = cache(lambda: describe(app, _BODIES, generate.STREAMING_PATHS))  # type: ignore[method-assign]
     return app
 
 
@@ -94,9 +94,3 @@ def _add_layers(app: FastAPI, config: ServeConfig, keys: ApiKeys) -> None:
             expose_headers=["x-request-id", IGNORED_HEADER],
         )
     app.add_middleware(RequestIds, log_refusals=config.log_requests)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        app.openapi_schema = describe(app, _BODIES, generate.STREAMING_PATHS)
-    return app.openapi_schema

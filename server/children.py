@@ -34,21 +34,15 @@ class RestartPolicy:
         return float(min(self.first_pause_s * 2 ** (recent - 1), self.max_pause_s))
 
 
-@dataclass(frozen=True, slots=True)
-class ChildSpec:
-    """What to start. ``environment`` is added to ours; ``pass_fds`` stay open in the child."""
+@dataclass(slots=True)
+class Child:
+    """Owns the process that runs ``command`` now, if one does, and the write end of its lifeline. ``environment`` is
+    added to ours; ``pass_fds`` stay open in the child."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     pass_fds: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class Child:
-    """Owns the process that runs ``spec`` now, if one does, and the write end of its lifeline."""
-
-    spec: ChildSpec
     process: subprocess.Popen[bytes] | None = None
     deaths: list[float] = field(default_factory=list)
     restart_at: float | None = None
@@ -64,10 +58,10 @@ class Child:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self.process = subprocess.Popen(
-                self.spec.command,
+                self.command,
                 stdin=subprocess.PIPE,
-                pass_fds=self.spec.pass_fds,
-                env={**os.environ, **self.spec.environment},
+                pass_fds=self.pass_fds,
+                env={**os.environ, **self.environment},
                 bufsize=0,
             )
         finally:

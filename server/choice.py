@@ -38,7 +38,7 @@ class LogprobToken:
 
 
 class Choice:
-    """One choice of an answer; the sink of one engine request.
+    """One choice of an answer, filled by one engine request.
 
     Owns the text that was decoded and not yet taken: a reader that takes it seldom gets more of it at once, so what a
     slow client costs is bounded by its own answer. Stop strings are looked for as tokens arrive, not as they are read.

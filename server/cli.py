@@ -29,6 +29,15 @@ COMMANDS = {
     "version": "print the version",
 }
 
+_OVERVIEW = """\
+usage: radixserve COMMAND [options]
+
+OpenAI-compatible LLM inference server with a radix prefix cache.
+
+commands:
+{}
+
+radixserve COMMAND --help tells the options of a command."""
 EXIT_USAGE = 2
 _STDOUT_FD = 1
 
@@ -37,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 2 for a mistake in the command line or configuration."""
     match list(sys.argv[1:] if arguments is None else arguments):
         case [] | ["-h" | "--help" | "help", *_]:
-            print(_overview())
+            print(_OVERVIEW.format("\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())))
             return 0
         case ["version" | "--version" | "-V", *_]:
             print(__version__)
@@ -78,22 +87,6 @@ def _fail(message: str) -> int:
     with contextlib.suppress(OSError):  # it may lead to a full disk, too
         print(f"radixserve: error: {message}", file=sys.stderr)
     return EXIT_USAGE
-
-
-def _overview() -> str:
-    lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: radixserve COMMAND [options]",
-            "",
-            "OpenAI-compatible LLM inference server with a radix prefix cache.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "radixserve COMMAND --help tells the options of a command.",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -12,26 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from radixserve.engine.messages import (
-    AbortRequest,
-    CacheFlushed,
-    EngineStatus,
-    FlushCache,
-    Hello,
-    Observation,
-    Outputs,
-    Ping,
-    Rejected,
-    Submit,
-    ToFrontend,
-    Unreadable,
-    Watch,
-)
+from radixserve.engine import messages
+from radixserve.server.choice import Choice
 from radixserve.server.engine_process import EngineProcess
 from radixserve.server.engine_socket import EngineSocket
 from radixserve.server.errors import RequestFailed
 from radixserve.server.metrics import Numbers, RequestObserver
-from radixserve.server.open_requests import OpenRequests, Sink
+from radixserve.server.open_requests import OpenRequests
 
 log = logging.getLogger("radixserve.server")
 
@@ -68,20 +55,20 @@ class EngineClient:
         health_timeout_s: float,
         watchdog_s: float,
         numbers: Numbers,
-        observers: Sequence[Callable[[Submit], RequestObserver]] = (),
+        observers: Sequence[Callable[[messages.Submit], RequestObserver]] = (),
     ):
         self._health_timeout_s = health_timeout_s
         self._watchdog_s = watchdog_s
         self._uids = itertools.count(1)
         self._line = EngineSocket(address, self._on_message)
-        self._requests = OpenRequests(self._line.send, numbers, observers)
+        self.requests = OpenRequests(self._line.send, numbers, observers)
         self._flushes: dict[int, asyncio.Future[int]] = {}
         self._status_waiters: list[asyncio.Future[None]] = []
         self._process: EngineProcess | None = None
         self._died = ""  # why, until the next engine is heard of
         self._last_greeting = -math.inf
-        self.status: EngineStatus | None = None
-        self.on_observation: Callable[[Observation], None] | None = None
+        self.status: messages.EngineStatus | None = None
+        self.on_observation: Callable[[messages.Observation], None] | None = None
 
     # ---- life ----
 
@@ -98,7 +85,8 @@ class EngineClient:
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(SEARCH_TICK_S if self.status is None else TICK_S, self._tick)
         now = time.monotonic()
-        if now - max(self._line.last_heard, self._last_greeting) > GREETING_S and self._line.send(Hello(os.getpid())):
+        is_due = now - max(self._line.last_heard, self._last_greeting) > GREETING_S
+        if is_due and self._line.send(messages.Hello(os.getpid())):
             self._last_greeting = now
         if self._process is not None and self._process.has_vanished:
             self._on_death()
@@ -111,8 +99,8 @@ class EngineClient:
     def new_uid(self) -> int:
         return next(self._uids)
 
-    def submit(self, request: Submit, sink: Sink) -> None:
-        """Send a request; the sink gets exactly one final event unless ``abort(request.uid)`` comes first.
+    def submit(self, request: messages.Submit, choice: Choice) -> None:
+        """Send a request; ``choice`` gets exactly one final event unless ``requests.abort`` comes first.
 
         Raises ``RequestFailed`` when no engine is there to take it.
         """
@@ -121,34 +109,22 @@ class EngineClient:
             raise RequestFailed(f"the engine is not ready: {health.reason}", code="engine_" + health.status)
         if not self._line.send(request):
             raise RequestFailed("the engine does not take requests", code="engine_unreachable", retry_after_s=1)
-        self._requests.add(request, sink)
-
-    def abort(self, uid: int) -> None:
-        """The caller wants no more events of ``uid``; nothing happens if it has ended."""
-        self._requests.abort(uid)
-
-    def complete(self, uid: int) -> None:
-        """A stop string ended ``uid``, of which the engine knows nothing; nothing happens if it has ended."""
-        self._requests.complete(uid)
+        self.requests.add(request, choice)
 
     def abort_by_id(self, request_id: str) -> None:
         """Whichever frontend has it; "" means all. Their clients get an error."""
-        self._line.send(AbortRequest(request_id))
-
-    def fail_all(self, error: RequestFailed) -> None:
-        """End every open request with ``error``."""
-        self._requests.fail_all(error)
+        self._line.send(messages.AbortRequest(request_id))
 
     @property
     def num_open(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     async def flush_cache(self, timeout_s: float = 10.0) -> int:
         """Drop all cached prefixes that nobody uses; returns the number of tokens. Raises ``RequestFailed``."""
         call = next(self._uids)
         answer = self._flushes[call] = self._loop.create_future()
         try:
-            if not self._line.send(FlushCache(call)):
+            if not self._line.send(messages.FlushCache(call)):
                 raise RequestFailed("the engine is not reachable", code="engine_unreachable")
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -163,7 +139,7 @@ class EngineClient:
             return Health("dead", self._died)
         if self.status is None:
             return Health("loading", "the engine is starting")
-        silence_s = self._silence_s()
+        silence_s = time.monotonic() - self._line.last_heard
         if silence_s > self._health_timeout_s:
             return Health("stuck", f"the engine has been silent for {silence_s:.0f} s")
         if self.status.phase == "loading":
@@ -172,10 +148,10 @@ class EngineClient:
             return Health("failed", FAILED)
         return Health("ok")
 
-    async def fresh_status(self, timeout_s: float = 1.0) -> EngineStatus | None:
+    async def fresh_status(self, timeout_s: float = 1.0) -> messages.EngineStatus | None:
         """The engine's status as of now, or the last one known if it does not answer in time."""
         waiter: asyncio.Future[None] = self._loop.create_future()
-        if self._line.send(Ping()):
+        if self._line.send(messages.Ping()):
             self._status_waiters.append(waiter)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, timeout_s)
@@ -183,37 +159,36 @@ class EngineClient:
 
     def watch(self, *, anew: bool) -> None:
         """Ask for observations of the next seconds, if the engine can be asked."""
-        self._line.send(Watch(anew))
-
-    def _silence_s(self) -> float:
-        return time.monotonic() - self._line.last_heard
+        self._line.send(messages.Watch(anew))
 
     # ---- what the engine says ----
 
-    def _on_message(self, message: ToFrontend) -> None:
+    def _on_message(self, message: messages.ToFrontend) -> None:
         if self._process is not None:
             self._process.on_sign_of_life()
         match message:
-            case Outputs():
-                self._requests.deliver(message, self._line.last_heard)
-            case Rejected():
-                self._requests.reject(message)
-            case EngineStatus():
+            case messages.Outputs():
+                self.requests.deliver(message, self._line.last_heard)
+            case messages.Rejected():
+                self.requests.reject(message)
+            case messages.EngineStatus():
                 self._on_status(message)
-            case Unreadable():
+            case messages.Unreadable():
                 # It may have been about any of them, and a token that is missing would go unnoticed.
                 log.error("a message was damaged: %d open requests fail", self.num_open)
-                self.fail_all(RequestFailed("a message about this request was damaged", status=500, code="damaged"))
-            case CacheFlushed():
+                self.requests.fail_all(
+                    RequestFailed("a message about this request was damaged", status=500, code="damaged")
+                )
+            case messages.CacheFlushed():
                 if (answer := self._flushes.get(message.call)) is not None and not answer.done():
                     answer.set_result(message.num_tokens)
-            case Observation():
+            case messages.Observation():
                 if self.on_observation is not None:
                     self.on_observation(message)
 
     # ---- life and death of the engine ----
 
-    def _on_status(self, status: EngineStatus) -> None:
+    def _on_status(self, status: messages.EngineStatus) -> None:
         if self.status is None or status.pid != self.status.pid:
             if self.status is not None:
                 self._lose_requests("the engine was restarted")
@@ -243,4 +218,4 @@ class EngineClient:
         self._last_greeting = -math.inf
 
     def _lose_requests(self, why: str) -> None:
-        self._requests.lose_all(RequestFailed(why, status=503, code="engine_dead", retry_after_s=2))
+        self.requests.lose_all(RequestFailed(why, code="engine_dead", retry_after_s=2))

@@ -50,6 +50,10 @@ def error_response(error: RequestError, path: str, headers: Mapping[str, str] | 
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status in (401, 403):
+        headers["www-authenticate"] = "Bearer"
+    if error.code == "draining":
+        headers["connection"] = "close"
     return Response(error_body(error, path), error.status, headers, "application/json")
 
 

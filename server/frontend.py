@@ -86,7 +86,7 @@ class Frontend:
         await self._wait_idle(seconds)
         if self.num_active:
             log.warning("%d requests still run after %g s: they are aborted", self.num_active, seconds)
-            self.client.fail_all(RequestFailed("the server was shut down", code="draining"))
+            self.client.requests.fail_all(RequestFailed("the server was shut down", code="draining"))
             await self._wait_idle(_FAREWELL_S)
 
     async def _wait_idle(self, seconds: float) -> None:
@@ -106,7 +106,8 @@ class Frontend:
             return Health("loading", "the tokenizer is loading")
         return health
 
-    def _ready_status(self) -> EngineStatus:
+    def ready_status(self) -> EngineStatus:
+        """The engine's, with what it knows of the model; raises ``RequestFailed`` unless requests can be served now."""
         health = self.health()
         if not health.ok:
             message = f"the server is {health.status}: {health.reason}"
@@ -125,16 +126,6 @@ class Frontend:
     def output_formats(self) -> OutputFormats:
         """Raises ``RequestFailed`` until the text side is loaded."""
         return output_formats(self.text, self.config)
-
-    @property
-    def max_model_len(self) -> int:
-        """In tokens; raises ``RequestFailed`` unless requests can be served now."""
-        return self._ready_status().max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Raises ``RequestFailed`` unless requests can be served now."""
-        return self._ready_status().vocab_size
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the asked for one if it is served, the first without one."""

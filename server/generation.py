@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from radixserve.engine.messages import Submit
 from radixserve.server.auth import Tenant
@@ -13,12 +12,8 @@ from radixserve.server.engine_client import EngineClient
 from radixserve.server.errors import RequestFailed
 
 
-def _refuse() -> bool:
-    return False
-
-
 class Generation:
-    """All choices of one HTTP request. ``close`` (or leaving ``with``) aborts what still runs in the engine.
+    """All choices of one HTTP request. ``close`` aborts what still runs in the engine.
 
     ``streaming``: wake the waiting task at every token instead of at the end only. ``on_news`` may spare it that: it is
     called while the task waits and the generation goes on, and returns whether it took what there was.
@@ -31,7 +26,7 @@ class Generation:
         self._uids: dict[Choice, int] = {}
         self._num_running = len(choices)
         self._waiter: asyncio.Future[None] | None = None
-        self.on_news: Callable[[], bool] = _refuse
+        self.on_news: Callable[[], bool] = lambda: False
         self.error: RequestFailed | None = None
 
     def submit(self, request_id: str, tenant: Tenant, priority: int, namespace: str) -> None:
@@ -76,21 +71,13 @@ class Generation:
 
     def close(self) -> None:
         for uid in self._uids.values():
-            self._client.abort(uid)
+            self._client.requests.abort(uid)
         self._uids.clear()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _on_change(self, choice: Choice) -> None:
         if choice.done:
             self._num_running -= 1
             self.error = self.error or choice.error
-            self._client.complete(self._uids[choice])  # Only a stop string leaves something to end.
+            self._client.requests.complete(self._uids[choice])  # Only a stop string leaves something to end.
         if self._waiter is not None and (self.done or (self._streaming and not self.on_news())):
             self.wake()

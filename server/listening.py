@@ -18,13 +18,11 @@ WILDCARDS = ("0.0.0.0", "::")
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on ``host`` and ``port`` (0: a free one). Raises ``ConfigError`` that names the remedy."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(f"--host {host} is no address of this machine: {error.strerror}") from error
     try:
-        return _listener(socket.socket(family, kind, protocol), address)
+        return _listener(found[0][0], found[0][4])
     except OSError as error:
         raise ConfigError(_explain(error, host, port)) from error
 
@@ -39,22 +37,14 @@ def listen_side_by_side(host: str, port: int, count: int) -> list[socket.socket]
     family, address = first.family, first.getsockname()
     first.close()
     try:
-        return [_listener(socket.socket(family), address, socket.SO_REUSEPORT) for _ in range(count)]
+        return [_listener(family, address, reuse_port=True) for _ in range(count)]
     except OSError as error:
         raise ConfigError(_explain(error, host, address[1])) from error
 
 
-def _listener(listener: socket.socket, address: Any, *options: int) -> socket.socket:
-    try:
-        # Connections of an earlier server that are still closing must not keep the port from us.
-        for option in (socket.SO_REUSEADDR, *options):
-            listener.setsockopt(socket.SOL_SOCKET, option, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+def _listener(family: int, address: Any, *, reuse_port: bool = False) -> socket.socket:
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is all addresses, those of IPv4 too
+    return socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=reuse_port, dualstack_ipv6=both)
 
 
 def url_of(listener: socket.socket) -> str:

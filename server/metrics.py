@@ -26,23 +26,23 @@ _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.
 _LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 
-# Upper bounds of the buckets, the last one but infinity.
-BOUNDS: Mapping[str, tuple[float, ...]] = {
-    "time_to_first_token_seconds": _LONG_S,
-    "inter_token_latency_seconds": _SHORT_S,
-    "e2e_request_latency_seconds": _LONG_S,
-    "request_queue_time_seconds": _LONG_S,
-    "request_prefill_time_seconds": _LONG_S,
-    "request_decode_time_seconds": _LONG_S,
-    "request_prompt_tokens": _TOKENS,
-    "request_generation_tokens": _TOKENS,
+# What each histogram tells, and the upper bounds of its buckets, the last one but infinity.
+HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token", _LONG_S),
+    "inter_token_latency_seconds": ("Between two tokens of a request", _SHORT_S),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token", _LONG_S),
+    "request_queue_time_seconds": ("From a request's arrival in the engine to its admission", _LONG_S),
+    "request_prefill_time_seconds": ("From a request's admission to its first token", _LONG_S),
+    "request_decode_time_seconds": ("From a request's first token to its last", _LONG_S),
+    "request_prompt_tokens": ("Tokens of a request's prompt", _TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request", _TOKENS),
 }
-# Name of the counter, and the label that tells its counts apart ("" for one that has none).
-COUNTERS: Mapping[str, str] = {
-    "request_success": "finished_reason",
-    "admission_rejections": "reason",
-    "num_aborted_requests": "",
-    "num_failed_requests": "",
+# What each counter tells, and the label that tells its counts apart ("" for one that has none).
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "request_success": ("Requests answered to their end", "finished_reason"),
+    "admission_rejections": ("Requests that the engine refused", "reason"),
+    "num_aborted_requests": ("Requests whose client left, or that /abort_request ended", ""),
+    "num_failed_requests": ("Requests that ended with an error", ""),
 }
 
 
@@ -71,8 +71,9 @@ class Numbers(msgspec.Struct):
     @classmethod
     def zero(cls) -> Numbers:
         # Those without a label are exported from the start, so that a rate over their first event is right.
-        counters: dict[str, dict[str, int]] = {name: {} if label else {"": 0} for name, label in COUNTERS.items()}
-        return cls(counters, {name: Histogram(bounds, [0] * (len(bounds) + 1)) for name, bounds in BOUNDS.items()})
+        counters: dict[str, dict[str, int]] = {name: {} if label else {"": 0} for name, (_, label) in COUNTERS.items()}
+        histograms = {name: Histogram(bounds, [0] * (len(bounds) + 1)) for name, (_, bounds) in HISTOGRAMS.items()}
+        return cls(counters, histograms)
 
     def count(self, name: str, label: str = "") -> None:
         counts = self.counters[name]
@@ -99,18 +100,6 @@ class RequestObserver(Protocol):
 class RequestMeter:
     """Watches one request of the engine, from its ``Submit`` to its one end, and counts it in ``numbers``; observers
     are told what happens to it."""
-
-    __slots__ = (
-        "_ended",
-        "_first_at",
-        "_gaps",
-        "_last_at",
-        "_num_prompt_tokens",
-        "_num_tokens",
-        "_numbers",
-        "_observers",
-        "_submitted_at",
-    )
 
     def __init__(self, numbers: Numbers, num_prompt_tokens: int, observers: Sequence[RequestObserver] = ()) -> None:
         self._observers = observers

@@ -11,13 +11,12 @@ import logging
 import uuid
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.errors import InvalidRequest, RequestError
 from radixserve.server.auth import EVENTS_PATH, ApiKeys
 from radixserve.server.errors import RequestFailed, error_response
-from radixserve.server.protocol.fields import is_request_id
+from radixserve.server.protocol.fields import is_name
 from radixserve.server.request_log import log_refusal
 
 log = logging.getLogger("radixserve.server")
@@ -34,7 +33,7 @@ class RequestIds:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if is_request_id(given) else uuid.uuid4().hex
+        request_id = given if is_name(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         header = (b"x-request-id", request_id.encode())
 
@@ -62,70 +61,66 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
-            return await refusal(scope, receive, send)
-        if scope["method"] != "POST":
-            # Only this one lasts. It does not count as work: a page left open must not hold up a shutdown.
-            return await self._guard(_Call(scope, b"", receive, send), watch=scope["path"] == EVENTS_PATH)
-        body = await self._read(scope["path"], receive)
-        if isinstance(body, Response):
-            return await body(scope, receive, send)
+        is_work = scope["method"] == "POST"
+        try:
+            self._admit(scope)
+            body = await self._read(receive) if is_work else b""
+        except RequestError as error:
+            return await error_response(error, scope["path"])(scope, receive, send)
         if body is None:
             return None
+        call = _Call(scope, body, receive, send)
+        if not is_work:
+            # Only this one lasts. It does not count as work: a page left open must not hold up a shutdown.
+            return await self._guard(call, watch=scope["path"] == EVENTS_PATH)
         frontend = scope["app"].state.frontend
         frontend.num_active += 1
         try:
-            await self._guard(_Call(scope, body, receive, send), watch=True)
+            await self._guard(call, watch=True)
         finally:
             frontend.num_active -= 1
         return None
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        authorization, path = headers.get("authorization"), scope["path"]
+    def _admit(self, scope: Scope) -> None:
+        """Raises ``RequestError`` that says why it must not come in."""
+        headers = Headers(scope=scope)
+        authorization = headers.get("authorization")
         if authorization is None and "x-api-key" in headers:  # as Anthropic's clients send it
             authorization = f"Bearer {headers['x-api-key']}"
         raw = None if authorization is None else authorization.encode("latin-1")
-        try:
-            scope["state"]["tenant"] = self._keys.tenant(scope["method"], path, raw)
-        except InvalidRequest as error:
-            return error_response(error, path, {"www-authenticate": "Bearer"})
+        scope["state"]["tenant"] = self._keys.tenant(scope["method"], scope["path"], raw)
         if scope["method"] == "POST" and scope["app"].state.frontend.draining:
-            shutdown = RequestFailed("the server is shutting down", code="draining", retry_after_s=5)
-            return error_response(shutdown, path, {"connection": "close"})
-        if int(headers.get("content-length") or 0) > self._max_body_bytes:
-            return self._too_large(path)
-        return None
+            raise RequestFailed("the server is shutting down", code="draining", retry_after_s=5)
+        self._check_size(int(headers.get("content-length") or 0))
 
-    def _too_large(self, path: str) -> Response:
-        limit = f"{self._max_body_bytes / 2**20:g} MiB"
-        error = InvalidRequest(f"the body is larger than {limit}", code="body_too_large", status=413)
-        return error_response(error, path)
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            limit = f"{self._max_body_bytes / 2**20:g} MiB"
+            raise InvalidRequest(f"the body is larger than {limit}", code="body_too_large", status=413)
 
-    async def _read(self, path: str, receive: Receive) -> bytes | Response | None:
-        """The whole body, a refusal of it, or None if the client left before it was complete."""
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body, or None if the client left before it was complete. Raises ``RequestError``."""
         body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                return self._too_large(path)
+            self._check_size(len(body))
             if not message.get("more_body", False):
                 return bytes(body)
 
     async def _guard(self, call: _Call, *, watch: bool) -> None:
+        scope = call.scope
         try:
-            await (call.run_while_connected(self._app) if watch else call.run(self._app))
+            await (call.run_while_connected(self._app) if watch else self._app(scope, call.receive, call.send))
         except Exception:
-            request_id = call.scope["state"]["request_id"]
+            request_id = scope["state"]["request_id"]
             log.exception("request %s failed", request_id, extra={"facts": {"request_id": request_id}})
             if call.started:
                 raise  # uvicorn cuts the connection, so that the client sees a broken answer as broken
             failure = RequestFailed("internal error", status=500, code="internal_error")
-            await error_response(failure, call.scope["path"])(call.scope, call.receive, call.send)
+            await error_response(failure, scope["path"])(scope, call.receive, call.send)
 
 
 class _Call:
@@ -140,16 +135,13 @@ class _Call:
         self._complete = False
         self._gone = False
 
-    async def run(self, app: ASGIApp) -> None:
-        await app(self.scope, self.receive, self.send)
-
     async def run_while_connected(self, app: ASGIApp) -> None:
         """Run ``app``, but cancel it (whatever it awaits) when the client disconnects before the answer is complete."""
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(self._watch(task))
         try:
-            await self.run(app)
+            await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
             if not self._gone and not self.scope["app"].state.frontend.draining:
                 raise

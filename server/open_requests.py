@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from radixserve.engine.messages import Abort, FinishReason, Outputs, Rejected, Submit, ToEngine, TokenEvent
+from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed
 from radixserve.server.metrics import Numbers, RequestMeter, RequestObserver
 
@@ -17,24 +17,13 @@ log = logging.getLogger("radixserve.server")
 TOKEN_ID_BYTES = 4  # in ``Submit.prompt_ids``
 
 
-class Sink(Protocol):
-    """Takes what comes for one engine request. After ``on_failed`` or an event with ``finish`` there is no more."""
-
-    def on_token(self, token_id: int) -> None: ...
-
-    def on_tokens(self, event: TokenEvent) -> None: ...
-
-    def on_failed(self, error: RequestFailed) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    sink: Sink
+class _Open(NamedTuple):
+    choice: Choice  # after ``on_failed`` or an event with ``finish`` there is no more
     meter: RequestMeter
 
 
 class OpenRequests:
-    """Owns the sinks and meters of open requests by uid. Each request leaves once: finished, failed or aborted."""
+    """Owns the choices and meters of open requests by uid. Each request leaves once: finished, failed or aborted."""
 
     def __init__(
         self,
@@ -50,10 +39,10 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, request: Submit, sink: Sink) -> None:
+    def add(self, request: Submit, choice: Choice) -> None:
         observers = [observe(request) for observe in self._observers]
         meter = RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, observers)
-        self._open[request.uid] = _Open(sink, meter)
+        self._open[request.uid] = _Open(choice, meter)
 
     # ---- what the client wants ----
 
@@ -78,7 +67,7 @@ class OpenRequests:
             if (call := self._open.get(event.uid)) is None:
                 continue
             try:
-                self._deliver_event(event, call.sink, call.meter, now)
+                self._deliver_event(event, call.choice, call.meter, now)
             except Exception:
                 self._give_up(event.uid, call)
 
@@ -89,27 +78,29 @@ class OpenRequests:
                 continue  # aborted meanwhile
             call.meter.on_token(now)
             try:
-                call.sink.on_token(token)
+                call.choice.on_token(token)
             except Exception:
                 self._give_up(uid, call)
 
-    def _deliver_event(self, event: TokenEvent, sink: Sink, meter: RequestMeter, now: float) -> None:
+    def _deliver_event(self, event: TokenEvent, choice: Choice, meter: RequestMeter, now: float) -> None:
         if event.finish is None:
             meter.on_tokens(event, now)
-            sink.on_tokens(event)
+            choice.on_tokens(event)
             return
         del self._open[event.uid]
         match event.finish:
             case FinishReason.ERROR:
                 meter.failed()
-                sink.on_failed(RequestFailed(event.error or "generation failed", status=500, code="generation_failed"))
+                choice.on_failed(
+                    RequestFailed(event.error or "generation failed", status=500, code="generation_failed")
+                )
             case FinishReason.ABORT:
                 meter.aborted()
-                sink.on_failed(RequestFailed("the request was aborted", status=499, code="request_aborted"))
+                choice.on_failed(RequestFailed("the request was aborted", status=499, code="request_aborted"))
             case FinishReason.STOP | FinishReason.LENGTH:
                 meter.on_tokens(event, now)
                 meter.succeeded(event.finish.value)
-                sink.on_tokens(event)
+                choice.on_tokens(event)
 
     def reject(self, message: Rejected) -> None:
         if (call := self._open.pop(message.uid, None)) is not None:
@@ -121,7 +112,7 @@ class OpenRequests:
                 status=message.status,
                 retry_after_s=message.retry_after_s,
             )
-            call.sink.on_failed(error)
+            call.choice.on_failed(error)
 
     # ---- what goes wrong ----
 
@@ -140,9 +131,9 @@ class OpenRequests:
         lost, self._open = self._open, {}
         for call in lost.values():
             call.meter.failed()
-            call.sink.on_failed(copy(error))
+            call.choice.on_failed(copy(error))
 
     def _fail(self, uid: int, call: _Open, error: RequestFailed) -> None:
         call.meter.failed()
         self.abort(uid)
-        call.sink.on_failed(copy(error))  # one for each: every task that raised it would add to one traceback
+        call.choice.on_failed(copy(error))  # one for each: every task that raised it would add to one traceback

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.text.message_parts import wrong
 from radixserve.engine.text.text_model import TextModel
 from radixserve.server.choice import Prompt
 from radixserve.server.output.tool_prompt import with_tools
@@ -43,9 +44,7 @@ def _chat(text: TextModel, request: ChatPromptRequest) -> dict[str, Any]:
 
 
 def chat_prompt(text: TextModel, request: ChatPromptRequest, max_model_len: int) -> Prompt:
-    num_chars = sum(len(message["content"]) for message in request.messages)
-    if num_chars > _SUSPICIOUS_CHARS_PER_TOKEN * max_model_len:
-        _refuse_hopeless(text, "".join(message["content"] for message in request.messages), max_model_len, "messages")
+    _refuse_hopeless(text, [message["content"] for message in request.messages], max_model_len, "messages")
     return checked_prompt(chat_ids(text, request), max_model_len, "messages")
 
 
@@ -59,32 +58,22 @@ def completion_prompts(
     text: TextModel, request: CompletionRequest, max_model_len: int, vocab_size: int
 ) -> list[Prompt]:
     """Raises ``InvalidRequest`` that says which of several prompts is wrong."""
-    params = ["prompt"] if len(request.prompts) == 1 else [f"prompt[{i}]" for i in range(len(request.prompts))]
-    return [
-        _completion_prompt(text, request, prompt, param, max_model_len, vocab_size)
-        for prompt, param in zip(request.prompts, params, strict=True)
-    ]
 
+    def prompt_of(given: str | list[int], param: str) -> Prompt:
+        if isinstance(given, str):
+            _refuse_hopeless(text, [given], max_model_len, param)
+            ids = text.tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
+            return checked_prompt(ids, max_model_len, param, given)
+        prompt = checked_prompt(given, max_model_len, param)
+        if not 0 <= min(given) <= max(given) < vocab_size:
+            raise wrong(param, f"token ids must be between 0 and {vocab_size - 1}")
+        if not request.echo:
+            return prompt
+        return replace(prompt, text=text.tokenizer.decode(given, skip_special_tokens=False))
 
-def _completion_prompt(
-    text: TextModel,
-    request: CompletionRequest,
-    prompt: str | list[int],
-    param: str,
-    max_model_len: int,
-    vocab_size: int,
-) -> Prompt:
-    if isinstance(prompt, str):
-        if len(prompt) > _SUSPICIOUS_CHARS_PER_TOKEN * max_model_len:
-            _refuse_hopeless(text, prompt, max_model_len, param)
-        ids = text.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        return checked_prompt(ids, max_model_len, param, prompt)
-    checked = checked_prompt(prompt, max_model_len, param)
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise InvalidRequest(f"{param}: token ids must be between 0 and {vocab_size - 1}", param=param)
-    if not request.echo:
-        return checked
-    return replace(checked, text=text.tokenizer.decode(prompt, skip_special_tokens=False))
+    if len(request.prompts) == 1:
+        return [prompt_of(request.prompts[0], "prompt")]
+    return [prompt_of(given, f"prompt[{i}]") for i, given in enumerate(request.prompts)]
 
 
 def checked_prompt(ids: list[int], max_model_len: int, param: str, text: str | None = None) -> Prompt:
@@ -96,14 +85,16 @@ def checked_prompt(ids: list[int], max_model_len: int, param: str, text: str | N
     try:
         packed = np.asarray(ids, np.dtype("<i4")).tobytes()
     except OverflowError:
-        raise InvalidRequest(f"{param}: a token id is out of range", param=param) from None
+        raise wrong(param, "a token id is out of range") from None
     return Prompt(packed, len(ids), text, param)
 
 
-def _refuse_hopeless(text: TextModel, prompt: str, max_model_len: int, param: str) -> None:
-    fewest = text.tokenizer.fewest_tokens(prompt)
-    if fewest >= max_model_len:
-        raise _too_long(f"has at least {fewest} tokens", max_model_len, param)
+def _refuse_hopeless(text: TextModel, pieces: list[str], max_model_len: int, param: str) -> None:
+    """Before such a prompt is encoded, which takes long."""
+    if sum(map(len, pieces)) > _SUSPICIOUS_CHARS_PER_TOKEN * max_model_len:
+        fewest = text.tokenizer.fewest_tokens("".join(pieces))
+        if fewest >= max_model_len:
+            raise _too_long(f"has at least {fewest} tokens", max_model_len, param)
 
 
 def _too_long(how_long: str, max_model_len: int, param: str) -> InvalidRequest:

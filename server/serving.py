@@ -9,7 +9,7 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
@@ -18,10 +18,8 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.engine import lifeline
 from radixserve.engine.errors import ConfigError
 from radixserve.server.app import build_app
-from radixserve.server.connection import Connection
+from radixserve.server.connection import Connection, ConnectionLimits
 from radixserve.server.frontend import Frontend
-from radixserve.server.limits import ConnectionLimits
-from radixserve.server.orders import Orders
 
 # Longer than what load balancers keep connections for, so that they close first.
 _KEEP_ALIVE_S = 75
@@ -33,6 +31,10 @@ _LAST_SECONDS = 1
 _GC_THRESHOLDS = (20_000, 20, 50)
 
 
+# Takes what is to be called, from any thread, with the seconds that running requests get.
+OnDrain = Callable[[Callable[[float], object]], None]
+
+
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers: the lifeline says when to leave."""
 
@@ -41,8 +43,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(config: ServeConfig, orders: Orders) -> int:
-    """Serve until ``orders`` say to leave. Returns the exit status."""
+def serve(config: ServeConfig, on_drain: OnDrain) -> int:
+    """Serve until we are told to leave. Returns the exit status."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         app = build_app(config, os.environ[lifeline.IPC_VARIABLE])
@@ -69,7 +71,7 @@ def serve(config: ServeConfig, orders: Orders) -> int:
     listener = socket.socket(fileno=int(os.environ[lifeline.LISTEN_FD_VARIABLE]))
     frontend: Frontend = app.state.frontend
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, listener, frontend, orders))
+        runner.run(_serve(server, listener, frontend, on_drain))
     return lifeline.EXIT_HOPELESS if frontend.failed.is_set() else 0
 
 
@@ -83,9 +85,8 @@ def _limits(config: ServeConfig) -> ConnectionLimits:
     )
 
 
-async def _serve(server: _Server, listener: socket.socket, frontend: Frontend, orders: Orders) -> None:
+async def _serve(server: _Server, listener: socket.socket, frontend: Frontend, on_drain: OnDrain) -> None:
     loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
 
     async def drain(seconds: float) -> None:
         await frontend.drain(seconds)
@@ -95,9 +96,6 @@ async def _serve(server: _Server, listener: socket.socket, frontend: Frontend, o
         await frontend.failed.wait()
         server.should_exit = True
 
-    def on_drain(seconds: float) -> None:
-        loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(drain(seconds))))
-
-    tasks.add(loop.create_task(leave_when_failed()))
-    orders.attach(on_drain)
+    tasks = [loop.create_task(leave_when_failed())]
+    on_drain(lambda seconds: loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(drain(seconds)))))
     await server.serve(sockets=[listener])

@@ -36,29 +36,40 @@ class EventStream(Response):
         self._unopened = set(generation.choices)
         self._unfinished = list(generation.choices)
         self._num_writes = 0
+        self._num_writes_seen = 0
+        self._is_quiet = False
         self._chunks: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation as generation, _Quiet(self) as quiet:
+        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self._look)
+        try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._chunks = chunk_writer(scope)
-            generation.on_news = self._write_at_once
-            while not generation.done:
-                body = self._news() or (self._answer.keep_alive if quiet.take() else b"")
-                if body:
-                    self._num_writes += 1
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                if not (generation.done or self._has_news()):
-                    await generation.wait()
-            body = self._news() + self._last()
-            await send({"type": "http.response.body", "body": body, "more_body": False})
+            await self._send_all(send)
+        finally:
+            self._timer.cancel()
+            self._generation.close()
 
-    @property
-    def num_writes(self) -> int:
-        return self._num_writes
+    async def _send_all(self, send: Send) -> None:
+        generation = self._generation
+        generation.on_news = self._write_at_once
+        while not generation.done:
+            body = self._news() or (self._answer.keep_alive if self._is_quiet else b"")
+            self._is_quiet = False
+            if body:
+                self._num_writes += 1
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if not (generation.done or self._has_news()):
+                await generation.wait()
+        await send({"type": "http.response.body", "body": self._news() + self._last(), "more_body": False})
 
-    def wake(self) -> None:
-        self._generation.wake()
+    def _look(self) -> None:
+        """Wake the task if nothing was written for a while. Costs nothing per token: it looks at a counter."""
+        self._is_quiet = self._num_writes == self._num_writes_seen
+        self._num_writes_seen = self._num_writes
+        if self._is_quiet:
+            self._generation.wake()
+        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self._look)
 
     def _write_at_once(self) -> bool:
         """Write what there is past the chain of ``send`` calls; false if that must wait for the client."""
@@ -93,34 +104,3 @@ class EventStream(Response):
     def _last(self) -> bytes:
         error = self._generation.error
         return self._answer.tail(self._generation.choices) if error is None else self._answer.failure(error)
-
-
-class _Quiet:
-    """Wakes a stream that has written nothing for a while. Costs nothing per token: it looks at a counter."""
-
-    def __init__(self, stream: EventStream):
-        self._stream = stream
-        self._seen_writes = 0
-        self._due = False
-
-    def __enter__(self) -> _Quiet:
-        self._arm()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def take(self) -> bool:
-        """Whether a sign of life is due; it is then taken as given."""
-        due, self._due = self._due, False
-        return due
-
-    def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self._look)
-
-    def _look(self) -> None:
-        self._due = self._stream.num_writes == self._seen_writes
-        self._seen_writes = self._stream.num_writes
-        if self._due:
-            self._stream.wake()
-        self._arm()

@@ -10,12 +10,11 @@ import contextlib
 import logging
 import os
 import resource
-import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from radixserve.configs.schema import ServeConfig
 from radixserve.engine.host import has_gpu, usable_cores
 from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE, URL_VARIABLE
 from radixserve.engine.logs import announce
-from radixserve.server.children import STOP_SIGNALS, Child, ChildSpec, RestartPolicy, describe_exit
+from radixserve.server.children import STOP_SIGNALS, Child, RestartPolicy, describe_exit
 from radixserve.server.listening import WILDCARDS, listen_side_by_side, url_of
 from radixserve.server.runtime_folder import runtime_folder
 
@@ -68,9 +67,9 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
             config.log_format, f"radixserve listens on {url}{everywhere} and loads {config.model}; Ctrl-C stops it"
         )
         environment = {IPC_VARIABLE: f"ipc://{folder}/engine.sock", URL_VARIABLE: url}
-        engine = Child(ChildSpec("engine", commands.engine, environment))
+        engine = Child("engine", commands.engine, environment)
         workers = [
-            Child(ChildSpec(f"worker {index}", commands.worker, {**environment, LISTEN_FD_VARIABLE: str(fd)}, (fd,)))
+            Child(f"worker {index}", commands.worker, {**environment, LISTEN_FD_VARIABLE: str(fd)}, (fd,))
             for index, fd in enumerate(listener.fileno() for listener in listeners)
         ]
         return Supervisor(config, policy, engine, workers, listeners, signals).run()
@@ -103,7 +102,6 @@ def _raise_file_limit() -> None:
 def _signal_pipe() -> Iterator[socket.socket]:
     """A socket that becomes readable when a signal arrives, with one byte (its number) for each."""
     reader, writer = socket.socketpair()
-    reader.setblocking(False)
     writer.setblocking(False)
     handled = [*STOP_SIGNALS, signal.SIGCHLD]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -121,148 +119,141 @@ def _signal_pipe() -> Iterator[socket.socket]:
         writer.close()
 
 
+@dataclass(slots=True)
 class Supervisor:
     """Owns the children and decides when they start and stop. ``signals`` yields the numbers of arrived signals."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        policy: RestartPolicy,
-        engine: Child,
-        workers: list[Child],
-        listeners: list[socket.socket],
-        signals: socket.socket,
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._engine = engine
-        self._workers = workers
-        self._children = [engine, *workers]
-        self._listeners = listeners
-        self._signals = signals
-        self._first_stop_at: float | None = None
-        self._exit_status: int | None = None  # set when the end is decided
+    config: ServeConfig
+    policy: RestartPolicy
+    engine: Child
+    workers: list[Child]
+    listeners: list[socket.socket]
+    signals: socket.socket
+    first_stop_at: float | None = None
+    exit_status: int | None = None  # set when the end is decided
+
+    @property
+    def children(self) -> list[Child]:
+        return [self.engine, *self.workers]
 
     def run(self) -> int:
         """Supervise until the end, in which no child is left; returns the exit status of the service."""
         try:
-            for child in self._children:
-                child.start(self._config.to_private_json())
-            while self._exit_status is None:
+            for child in self.children:
+                child.start(self.config.to_private_json())
+            while self.exit_status is None:
                 self._handle_signals(self._wait(self._next_deadline()))
                 self._handle_deaths()
                 self._handle_deadlines()
-            return self._exit_status
+            return self.exit_status
         finally:
             self._end_children()
 
     def _wait(self, deadline: float | None) -> set[int]:
         """Sleep until a signal arrives or the time comes; returns the signals."""
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._signals, selectors.EVENT_READ)
-            return set(self._signals.recv(4096)) if selector.select(timeout_s) else set()
+        self.signals.settimeout(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        try:
+            return set(self.signals.recv(4096))
+        except (TimeoutError, BlockingIOError):
+            return set()
 
     def _next_deadline(self) -> float | None:
-        times = [child.restart_at for child in self._children if child.restart_at is not None]
-        if self._first_stop_at is not None:
-            times.append(self._drain_deadline(self._first_stop_at))
+        times = [child.restart_at for child in self.children if child.restart_at is not None]
+        if self.first_stop_at is not None:
+            times.append(self._drain_deadline(self.first_stop_at))
         return min(times, default=None)
 
     def _drain_deadline(self, first_stop_at: float) -> float:
-        return first_stop_at + self._config.drain_timeout + _DRAIN_MARGIN_S
+        return first_stop_at + self.config.drain_timeout + _DRAIN_MARGIN_S
 
     def _handle_signals(self, arrived: set[int]) -> None:
         stops = arrived.intersection(STOP_SIGNALS)
         if not stops:
             return
         now = time.monotonic()
-        if self._first_stop_at is None:
-            self._first_stop_at = now
+        if self.first_stop_at is None:
+            self.first_stop_at = now
             self._begin_drain()
-        elif now - self._first_stop_at > _SAME_SIGNAL_S:
+        elif now - self.first_stop_at > _SAME_SIGNAL_S:
             logger.warning("second %s: stopping at once", signal.Signals(min(stops)).name)
             self._finish(128 + min(stops))
 
     def _begin_drain(self) -> None:
         logger.info(
-            "stopping: running requests get %g s to finish; a second signal stops at once", self._config.drain_timeout
+            "stopping: running requests get %g s to finish; a second signal stops at once", self.config.drain_timeout
         )
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.close()  # with the workers' copies closed too, new connections are refused
-        for worker in self._workers:
+        for worker in self.workers:
             worker.restart_at = None
-            worker.send(f"drain {self._config.drain_timeout}")
-        self._engine.restart_at = None
+            worker.send(f"drain {self.config.drain_timeout}")
+        self.engine.restart_at = None
 
     def _handle_deaths(self) -> None:
-        for child in self._children:
+        for child in self.children:
             status = child.reap()
             if status is None:
                 continue
-            if self._first_stop_at is None:
+            if self.first_stop_at is None:
                 self._plan_restart(child, status)
-            elif child is self._engine or status != 0:
-                logger.warning("%s %s while stopping", child.spec.name, describe_exit(status))
-        if self._first_stop_at is not None and not any(worker.alive for worker in self._workers):
+            elif child is self.engine or status != 0:
+                logger.warning("%s %s while stopping", child.name, describe_exit(status))
+        if self.first_stop_at is not None and not any(worker.alive for worker in self.workers):
             self._finish(0)
 
     def _plan_restart(self, child: Child, status: int) -> None:
-        if self._exit_status is not None:
+        if self.exit_status is not None:
             return  # an engine that gives up takes its workers along
         now = time.monotonic()
         child.deaths.append(now)
-        pause_s = self._policy.pause_s(child.deaths, now)
+        pause_s = self.policy.pause_s(child.deaths, now)
         if status == EXIT_HOPELESS:
-            logger.error("%s cannot run (its error is above); giving up", child.spec.name)
+            logger.error("%s cannot run (its error is above); giving up", child.name)
             self._finish(EXIT_FAILED)
         elif pause_s is None:
             logger.error(
                 "%s %s, %d times within %g s; giving up",
-                *(child.spec.name, describe_exit(status), self._policy.max_restarts + 1, self._policy.window_s),
+                *(child.name, describe_exit(status), self.policy.max_restarts + 1, self.policy.window_s),
             )
             self._finish(EXIT_FAILED)
         else:
-            logger.error("%s %s; starting it again in %.1f s", child.spec.name, describe_exit(status), pause_s)
+            logger.error("%s %s; starting it again in %.1f s", child.name, describe_exit(status), pause_s)
             child.restart_at = now + pause_s
 
     def _handle_deadlines(self) -> None:
         now = time.monotonic()
-        if self._first_stop_at is not None and now >= self._drain_deadline(self._first_stop_at):
+        if self.first_stop_at is not None and now >= self._drain_deadline(self.first_stop_at):
             logger.warning("requests still run after the drain timeout: cutting them off")
             self._finish(0)
-        for child in self._children:
+        for child in self.children:
             if child.restart_at is not None and now >= child.restart_at:
-                child.start(self._config.to_private_json())
+                child.start(self.config.to_private_json())
 
     def _end_children(self) -> None:
         """End all lifelines, and kill those that do not leave. Who gives up lets the workers tell their clients."""
-        if self._exit_status == EXIT_FAILED:
-            for worker in self._workers:
+        if self.exit_status == EXIT_FAILED:
+            for worker in self.workers:
                 worker.send("drain 0")
-            _await_ends(self._workers, _FAREWELL_S, self._wait)
-        for child in self._children:
+            self._await_ends(self.workers, _FAREWELL_S)
+        for child in self.children:
             child.close_lifeline()
-        _await_ends(self._children, _LEAVE_S, self._wait)
-        for child in _still_alive(self._children):
-            logger.warning("%s does not leave: killing it", child.spec.name)
+        for child in self._await_ends(self.children, _LEAVE_S):
+            logger.warning("%s does not leave: killing it", child.name)
             child.kill()
-        _await_ends(self._children, _LEAVE_S, self._wait)
+        self._await_ends(self.children, _LEAVE_S)
+
+    def _await_ends(self, children: Sequence[Child], patience_s: float) -> list[Child]:
+        """Wait until they have left, but no longer than that; returns those that have not."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            for child in children:
+                child.reap()
+            left = [child for child in children if child.alive]
+            if not left or time.monotonic() >= deadline:
+                return left
+            self._wait(deadline)
 
     def _finish(self, exit_status: int) -> None:
         """Decide the end; the first decision stands."""
-        if self._exit_status is None:
-            self._exit_status = exit_status
-
-
-def _await_ends(children: Sequence[Child], patience_s: float, wait: Callable[[float], object]) -> None:
-    """``wait`` sleeps until a signal arrives or the time comes."""
-    deadline = time.monotonic() + patience_s
-    while _still_alive(children) and time.monotonic() < deadline:
-        wait(deadline)
-
-
-def _still_alive(children: Sequence[Child]) -> list[Child]:
-    for child in children:
-        child.reap()
-    return [child for child in children if child.alive]
+        if self.exit_status is None:
+            self.exit_status = exit_status

@@ -6,11 +6,27 @@ the wrong model press Ctrl-C.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 
 from radixserve.engine import lifeline
 from radixserve.engine.logs import log_to_stderr
-from radixserve.server.orders import Orders
+
+
+class Orders:
+    """The supervisor's order to drain, on its way to whoever serves. Called in the lifeline's thread. Before anybody
+    serves there is nothing to drain: the process leaves at once."""
+
+    def __init__(self) -> None:
+        self._drain: Callable[[float], object] = lambda _: os._exit(0)
+
+    def attach(self, drain: Callable[[float], object]) -> None:
+        """From now on ``drain`` is called with the seconds that running requests get."""
+        self._drain = drain
+
+    def __call__(self, seconds: float) -> None:
+        self._drain(seconds)
 
 
 def main() -> int:
@@ -21,7 +37,7 @@ def main() -> int:
     lifeline.watch(on_drain=orders)
     from radixserve.server.serving import serve
 
-    return serve(config, orders)
+    return serve(config, orders.attach)
 
 
 if __name__ == "__main__":

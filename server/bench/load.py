@@ -112,23 +112,24 @@ def run_load(load: Load, conversations: Sequence[Conversation]) -> list[ClientRu
         times = [0.0] * len(conversations)
     else:
         times = arrivals(len(conversations), pace.rate, pace.burstiness, load.seed)
-    shares = [_Share(load, conversations[i::processes], times[i::processes], i, processes) for i in range(processes)]
+    clients = [_Client(load, conversations[i::processes], times[i::processes], i, processes) for i in range(processes)]
     if processes == 1:
-        return [_run_client(shares[0])]
+        return [clients[0].run()]
     context = get_context("spawn")  # who runs this may have threads
     ready = context.Barrier(processes)
     with ProcessPoolExecutor(processes, context, initializer=ready.wait, initargs=(_START_TIMEOUT_S,)) as pool:
         try:
-            return list(pool.map(_run_client, shares))
+            return list(pool.map(_Client.run, clients))
         except BaseException:  # an interrupt, mostly: they would go on to the end of the load
             for process in active_children():
                 process.terminate()
             raise
 
 
-@dataclass(frozen=True)
-class _Share:
-    """The part of client process ``index`` of ``processes``; ``times``: when each conversation begins."""
+@dataclass
+class _Client:
+    """Client process ``index`` of ``processes`` with its part of the work; ``times``: when each conversation begins.
+    Owns its connections."""
 
     load: Load
     conversations: Sequence[Conversation]
@@ -136,54 +137,44 @@ class _Share:
     index: int
     processes: int
 
-
-def _run_client(share: _Share) -> ClientRun:
-    began, cpu_began = time.perf_counter(), time.process_time()
-    samples: list[Sample] = uvloop.run(_Client(share.load).run(share))
-    return ClientRun(samples, began, time.perf_counter(), time.process_time() - cpu_began)
-
-
-class _Client:
-    """One client process at work. Owns its connections."""
-
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        self._tls = load.target.tls()
+    def run(self) -> ClientRun:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        self._tls = self.load.target.tls()
         self._idle: list[Connection] = []
         self._samples: list[Sample] = []
-        self._ended = load.ended.open("ab", buffering=0)
+        with self.load.ended.open("ab", buffering=0) as self._ended:
+            uvloop.run(self._run())
+        return ClientRun(self._samples, began, time.perf_counter(), time.process_time() - cpu_began)
 
-    async def run(self, share: _Share) -> list[Sample]:
-        match self._load.pace:
+    async def _run(self) -> None:
+        match self.load.pace:
             case ClosedLoop(clients):
-                queue = iter(share.conversations)
-                await asyncio.gather(*(self._one_by_one(queue) for _ in range(share.index, clients, share.processes)))
+                queue = iter(self.conversations)
+                await asyncio.gather(*(self._one_by_one(queue) for _ in range(self.index, clients, self.processes)))
             case OpenLoop():
-                await self._on_time(share)
+                await self._on_time()
         for connection in self._idle:
             connection.close()
-        self._ended.close()
-        return self._samples
 
     async def _one_by_one(self, queue: Iterator[Conversation]) -> None:
         for conversation in queue:
             await self._hold(conversation)
 
-    async def _on_time(self, share: _Share) -> None:
+    async def _on_time(self) -> None:
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for conversation, begins in zip(share.conversations, share.times, strict=True):
+            for conversation, begins in zip(self.conversations, self.times, strict=True):
                 await asyncio.sleep(start + begins - time.perf_counter())
                 group.create_task(self._hold(conversation))
 
     async def _hold(self, conversation: Conversation) -> None:
         """One conversation; a turn that fails ends it."""
-        connection = self._idle.pop() if self._idle else Connection(self._load.target, self._tls)
+        connection = self._idle.pop() if self._idle else Connection(self.load.target, self._tls)
         messages = list(conversation.opening)
         for text, max_tokens in zip(conversation.turns, conversation.max_tokens, strict=True):
             messages.append({"role": "user", "content": text})
             answer = Answer()
-            sample = await self._ask(connection, self._load.body(messages, max_tokens), answer)
+            sample = await self._ask(connection, self.load.body(messages, max_tokens), answer)
             self._samples.append(sample)
             if sample.error is not None:
                 break
@@ -193,34 +184,24 @@ class _Client:
         self._ended.write(b".")
 
     async def _ask(self, connection: Connection, body: bytes, answer: Answer) -> Sample:
-        request = self._load.target.request(body)
+        request = self.load.target.request(body)
         sample = Sample()
         start = time.perf_counter()
         try:
-            async with asyncio.timeout(self._load.timeout_s):
+            async with asyncio.timeout(self.load.timeout_s):
                 await connection.post(request, answer)
             sample.error = answer.error()
         except TimeoutError:
-            sample.error = f"no whole answer within {self._load.timeout_s:g} s"
+            sample.error = f"no whole answer within {self.load.timeout_s:g} s"
         except OSError as error:
             sample.error = repr(error)
         sample.total_s = time.perf_counter() - start
-        _fill(sample, answer, start)
+        times = answer.times
+        if times:
+            sample.ttft_s = times[0] - start
+            sample.gaps_s = array("d", (after - before for before, after in pairwise(times)))
+        usage = answer.usage() if sample.error is None else {}
+        sample.prompt_tokens = usage.get("prompt_tokens") or 0
+        sample.completion_tokens = usage.get("completion_tokens") or len(times)
+        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return sample
-
-
-def _fill(sample: Sample, answer: Answer, start: float) -> None:
-    """Times and counts of a finished answer."""
-    times = answer.times
-    if times:
-        sample.ttft_s = times[0] - start
-        sample.gaps_s = array("d", (after - before for before, after in pairwise(times)))
-    usage = answer.usage() if sample.error is None else {}
-    sample.prompt_tokens = _count(usage.get("prompt_tokens"))
-    sample.completion_tokens = _count(usage.get("completion_tokens")) or len(times)
-    details = usage.get("prompt_tokens_details")
-    sample.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0

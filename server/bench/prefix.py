@@ -32,60 +32,41 @@ from radixserve.server.bench.report import percentile, table
 from radixserve.server.commands.parser import Parser
 
 
-@dataclass(frozen=True)
-class _Workload:
-    """Lengths in tokens. ``size``: requests of each prefix."""
-
-    prefixes: int
-    size: int
-    prefix_len: int
-    own_len: int
-    output_len: int
-    rounds: int
-    seed: int
-
-    @property
-    def ideal_cached(self) -> int:
-        """Prompt tokens found in the cache when each prefix is computed once."""
-        return self.prefixes * (self.size - 1) * self.prefix_len
-
-    def prompts(self, rng: random.Random) -> list[list[int]]:
-        prompts = []
-        for _ in range(self.prefixes):
-            prefix = random_ids(rng, self.prefix_len)
-            prompts += [prefix + random_ids(rng, self.own_len) for _ in range(self.size)]
-        rng.shuffle(prompts)
-        return prompts
-
-
 def run(arguments: Sequence[str]) -> int:
     options, rest = build_parser().parse_known_args(arguments)
     check_plot(options.plot)
     longest = options.prefix_len + options.own_len + options.output_len
     engine = engine_options(rest, max_model_len=model_len(longest), max_num_seqs=256)
-    workload = _Workload(
-        options.prefixes,
-        options.requests,
-        options.prefix_len,
-        options.own_len,
-        options.output_len,
-        options.rounds,
-        options.seed,
-    )
     results: dict[str, _Measured] = {}
     if options.naive and "disable_radix_cache" not in engine:
         # In a process of its own, so that the memory comes back for certain.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            results["naive"] = pool.submit(_measure, engine | {"disable_radix_cache": True}, workload).result()
-    results["naive" if engine.get("disable_radix_cache") else "radix"] = _measure(engine, workload)
-    ideal = {"ideal_cached_tokens": workload.ideal_cached}
+            results["naive"] = pool.submit(_measure, engine | {"disable_radix_cache": True}, options).result()
+    results["naive" if engine.get("disable_radix_cache") else "radix"] = _measure(engine, options)
+    ideal = {"ideal_cached_tokens": _ideal_cached(options)}
     columns = {f"{name} {i}": one | ideal for name, found in results.items() for i, one in enumerate(found.rounds, 1)}
     print(f"\n{table(columns)}")
     if options.plot:
         plot_spread(options.plot, {"first token": {f"{name} cache": found.ttfts for name, found in results.items()}})
     caches = {name: {"engine": found.engine, "rounds": found.rounds} for name, found in results.items()}
-    write_json(options.json, "prefix", arguments, {**vars(workload), **ideal, **caches})
+    names = ("prefixes", "size", "prefix_len", "own_len", "output_len", "rounds", "seed")
+    workload = {name: getattr(options, name) for name in names}
+    write_json(options.json, "prefix", arguments, {**workload, **ideal, **caches})
     return 0
+
+
+def _ideal_cached(options: argparse.Namespace) -> int:
+    """Prompt tokens found in the cache when each prefix is computed once."""
+    return int(options.prefixes * (options.size - 1) * options.prefix_len)
+
+
+def _prompts(options: argparse.Namespace, rng: random.Random) -> list[list[int]]:
+    prompts = []
+    for _ in range(options.prefixes):
+        prefix = random_ids(rng, options.prefix_len)
+        prompts += [prefix + random_ids(rng, options.own_len) for _ in range(options.size)]
+    rng.shuffle(prompts)
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -97,17 +78,17 @@ class _Measured:
     ttfts: list[float]
 
 
-def _measure(engine: dict[str, Any], workload: _Workload) -> _Measured:
+def _measure(engine: dict[str, Any], options: argparse.Namespace) -> _Measured:
     """Time, cached tokens and TTFT of each round; each has new prompts, so none finds those of another."""
-    rng = random.Random(workload.seed)
-    rule = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=workload.output_len)
+    rng = random.Random(options.seed)
+    rule = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
     rounds: list[dict[str, float]] = []
     all_ttfts: list[float] = []
     with radixserve.LLM(**engine) as llm:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
         print(f"{'naive' if engine.get('disable_radix_cache') else 'radix'} cache: {llm.description}")
-        for number in range(workload.rounds):
-            prompts = workload.prompts(rng)
+        for number in range(options.rounds):
+            prompts = _prompts(options, rng)
             began = time.perf_counter()
             done = llm.generate(prompts, rule)
             seconds = time.perf_counter() - began
@@ -130,7 +111,7 @@ def build_parser() -> Parser:
     parser = engine_parser("prefix", __doc__)
     add = parser.add_argument
     add("--prefixes", type=positive, default=64, help="different prefixes (default: %(default)s)")
-    add("--requests", type=positive, default=16, help="requests of each prefix (default: %(default)s)")
+    add("--requests", type=positive, default=16, dest="size", help="requests of each prefix (default: %(default)s)")
     add("--prefix-len", type=positive, default=2048, metavar="N", help="tokens of a prefix (default: %(default)s)")
     add("--own-len", type=positive, default=128, metavar="N", help="tokens behind it (default: %(default)s)")
     add("--output-len", type=positive, default=64, metavar="N", help="tokens out, greedy (default: %(default)s)")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -39,31 +38,17 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--turns does not go with --prompts, whose entries have one turn each; leave out one of them")
     target = Target(base_url(options.url), options.api_key)
     model = options.model or _first_model(target)
-    workload = Workload(
-        prompt_words=options.prompt_words,
-        max_tokens=options.max_tokens,
-        turns=options.turns,
-        prefixes=options.prefixes,
-        prefix_words=options.prefix_words,
-        prompts=options.prompts,
-    )
+    workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
     goal = Goal(options.good_ttft_ms / 1e3, options.good_itl_ms / 1e3)
     columns: dict[str, Summary] = {}
     samples: list[Sample] = []
     for seed, pace in enumerate(_paces(options), options.seed):
         size, default_count = _size(pace)
         conversations = workload.draw(options.requests or default_count, seed)
-        load = Load(
-            target,
-            model,
-            pace,
-            processes=options.processes or _processes(size),
-            ignore_eos=options.ignore_eos,
-            timeout_s=options.timeout,
-            seed=seed,
-        )
+        processes = options.processes or _processes(size)
         with shown_count(str(pace), len(conversations)) as ended:
-            runs = run_load(replace(load, ended=ended), conversations)
+            load = Load(target, model, pace, processes, options.ignore_eos, options.timeout, seed, ended)
+            runs = run_load(load, conversations)
         samples = [sample for run in runs for sample in run.samples]
         columns[str(pace)] = summarize(runs, goal)
         for error in sorted({sample.error for sample in samples if sample.error}):

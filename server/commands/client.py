@@ -193,18 +193,8 @@ def _served_models(http: httpx.Client) -> list[str]:
 @contextmanager
 def _local_server(options: Sequence[str]) -> Iterator[str]:
     """Serve on a free port within the scope; yields the URL once requests can be served. Raises ``ConfigError``."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "radixserve.server.cli",
-        "serve",
-        *options,
-        "--port",
-        "0",
-        "--log-format",
-        "text",
-    ]
+    serve = [sys.executable, "-P", "-m", "radixserve.server.cli", "serve"]
+    command = [*serve, *options, "--port", "0", "--log-format", "text"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,

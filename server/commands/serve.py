@@ -13,7 +13,6 @@ from radixserve.configs import sources
 from radixserve.configs.errors import OptionError
 from radixserve.configs.options import OPTIONS, Option
 from radixserve.configs.schema import ServeConfig
-from radixserve.configs.toml_text import to_toml
 from radixserve.engine.logs import log_to_stderr
 from radixserve.server.children import RestartPolicy
 from radixserve.server.commands.parser import Parser
@@ -28,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     flags = parse_flags(arguments)
     config = read_config(flags, os.environ)
     if flags["print_config"]:
-        print(to_toml(config), end="")
+        print(sources.to_toml(config), end="")
         return 0
     log_to_stderr(config.log_level, config.log_format)
     return serve(config, Commands(), RestartPolicy())

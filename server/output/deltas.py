@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Content:
     """More of the answer's text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reasoning:
     """More of what the model thinks before it answers."""
 
@@ -29,7 +29,7 @@ class CallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallArguments:
     """More of a call's arguments, which all together are JSON, if the model has written it well."""
 
@@ -41,8 +41,8 @@ Delta = Content | Reasoning | CallStart | CallArguments
 
 
 class Deltas:
-    """Collects deltas, joining neighbours of a kind. Owns the white space that may turn out to be at an edge, where
-    nobody wants it: between reasoning, content and calls."""
+    """Collects deltas, joining neighbours of a kind: the last one grows until it is taken. Owns the white space that
+    may turn out to be at an edge, where nobody wants it: between reasoning, content and calls."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.num_calls = 0
@@ -53,14 +53,11 @@ class Deltas:
 
     def content(self, text: str) -> None:
         if text := self._inside(text):
-            self._add_content(text)
+            self._add(Content(text))
 
     def reasoning(self, text: str) -> None:
         if text := self._inside(text):
-            last = self._ready[-1] if self._ready else None
-            if isinstance(last, Reasoning):
-                text = self._ready.pop().text + text  # type: ignore[union-attr]
-            self._ready.append(Reasoning(text))
+            self._add(Reasoning(text))
 
     def edge(self) -> None:
         """Here one part ends and another begins."""
@@ -72,17 +69,12 @@ class Deltas:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        index = self.num_calls - 1
-        last = self._ready[-1] if self._ready else None
-        if isinstance(last, CallArguments) and last.index == index:
-            self._ready.pop()
-            text = last.text + text
-        self._ready.append(CallArguments(index, text))
+        self._add(CallArguments(self.num_calls - 1, text))
 
     def finish(self) -> None:
         """The text is at its end; white space there belongs to content that stands alone."""
         if self._space and not self._at_edge and not self.num_calls:
-            self._add_content(self._space)
+            self._add(Content(self._space))
         self._space = ""
 
     def take(self) -> list[Delta]:
@@ -100,9 +92,10 @@ class Deltas:
             self._at_edge = False
         return inside
 
-    def _add_content(self, text: str) -> None:
+    def _add(self, delta: Content | Reasoning | CallArguments) -> None:
+        """Between arguments of two calls there is always the start of the second."""
         last = self._ready[-1] if self._ready else None
-        if isinstance(last, Content):
-            self._ready.pop()
-            text = last.text + text
-        self._ready.append(Content(text))
+        if isinstance(last, type(delta)):
+            last.text += delta.text
+        else:
+            self._ready.append(delta)

@@ -42,9 +42,8 @@ class CallFormat:
 
 JSON_CALLS = CallFormat("json", bare="{[")
 
-_THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS: dict[ReasoningParser, ReasoningFormat] = {
-    "qwen3": _THINK,
+    "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
@@ -62,11 +61,10 @@ CALL_FORMATS: dict[ToolCallParser, CallFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """Of a served model; None where nothing is looked for. ``knows_tools``: its template writes them."""
+    """Of a served model; None where nothing is looked for."""
 
     reasoning: ReasoningFormat | None
     calls: CallFormat | None
-    knows_tools: bool
 
 
 def output_formats(text: TextModel, config: ServeConfig) -> OutputFormats:
@@ -74,8 +72,7 @@ def output_formats(text: TextModel, config: ServeConfig) -> OutputFormats:
     source = text.template.tool_source if text.template else ""
     calls = _calls_in(source) if config.tool_call_parser == "auto" else config.tool_call_parser
     reasoning = _reasoning_in(source) if config.reasoning_parser == "auto" else config.reasoning_parser
-    knows_tools = text.template is not None and text.template.uses_tools
-    return OutputFormats(REASONING_FORMATS.get(reasoning), CALL_FORMATS.get(calls), knows_tools)
+    return OutputFormats(REASONING_FORMATS.get(reasoning), CALL_FORMATS.get(calls))
 
 
 def _calls_in(template: str) -> ToolCallParser:

@@ -9,6 +9,7 @@ from typing import Any
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.structured import Format, json_schema
+from radixserve.engine.text.message_parts import wrong
 from radixserve.server.output.formats import JSON_CALLS, CallFormat, OutputFormats, ReasoningFormat
 from radixserve.server.output.parser import OutputParser
 from radixserve.server.protocol.chat import ChatRequest
@@ -57,7 +58,7 @@ def chat_plan(
 ) -> OutputPlan:
     """``prompt_end``: the last characters of the prompt. Raises ``InvalidRequest``."""
     functions = request.callable_functions
-    single = _is_named(request) or request.parallel_tool_calls is False
+    single = request.tool_choice.mode == "named" or request.parallel_tool_calls is False
     calls, wanted = _wanted(request, formats.calls, functions, single)
     reasoning, budget = formats.reasoning, request.thinking_token_budget
     prompt_end = prompt_end.rstrip()
@@ -76,10 +77,6 @@ def chat_plan(
     )
 
 
-def _is_named(request: ChatRequest) -> bool:
-    return request.tool_choice is not None and request.tool_choice.mode == "named"
-
-
 def _wanted(
     request: ChatRequest, calls: CallFormat | None, functions: Sequence[Function], single: bool
 ) -> tuple[CallFormat | None, Wanted | None]:
@@ -87,7 +84,7 @@ def _wanted(
     wanted = wanted_format(request)
     if not functions:
         return calls, wanted
-    if _is_named(request) or (request.tool_choice is not None and request.tool_choice.mode == "required"):
+    if request.tool_choice.mode in ("named", "required"):
         calls = _enforceable(calls)
         return calls, Wanted(_calls_format(calls, functions, single), "tools")
     if calls is None:
@@ -151,17 +148,13 @@ def _parameters(function: Function) -> Format:
 
 
 def _after_reasoning(
-    wanted: Wanted | None,
-    reasoning: ReasoningFormat,
-    prompt_end: str,
-    budget: int | None,
-    control_texts: Sequence[str],
+    wanted: Wanted | None, reasoning: ReasoningFormat, prompt_end: str, budget: int | None, control_texts: Sequence[str]
 ) -> Wanted | None:
     """Free reasoning, of up to ``budget`` tokens, and then what is wanted."""
     if {reasoning.start, reasoning.end} & set(control_texts):
         if budget is not None:
-            message = "is not supported for a model whose reasoning is between control tokens"
-            raise InvalidRequest(f"thinking_token_budget: {message}", param="thinking_token_budget")
+            what = "is not supported for a model whose reasoning is between control tokens"
+            raise wrong("thinking_token_budget", what)
         return wanted
     if wanted is None:
         if budget is None:

@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS
-from radixserve.engine.text.conversation import normalize_messages
+from radixserve.engine.text.conversation import Message, normalize_messages
+from radixserve.engine.text.message_parts import wrong
 from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from radixserve.server.protocol.choices import ChoiceAnswer
@@ -17,7 +18,7 @@ from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation import GenerationRequest
 from radixserve.server.protocol.logprobs import Vocabulary, chat_logprobs
 from radixserve.server.protocol.schemas import JSON_TEXT, NULL, STRING, any_of, list_of, record, tagged
-from radixserve.server.protocol.tools import Function, ToolChoiceField, Tools, check_tools
+from radixserve.server.protocol.tools import Function, ToolChoice, ToolChoiceField, Tools, check_tools
 
 _CONTENT = (STRING, list_of(tagged("text", text=STRING), STRING))
 _TOOL_CALL = record(function=record({"arguments": any_of(JSON_TEXT, {"type": ["object", "null"]})}, name=STRING))
@@ -26,16 +27,21 @@ _SAID = record(
     role={"enum": ["system", "developer", "user", "assistant", "tool"]},
     content=any_of(*_CONTENT),
 )
-_CALLED = record(
-    {"content": any_of(*_CONTENT, NULL)},
-    role={"const": "assistant"},
-    tool_calls=list_of(_TOOL_CALL),
-)
+_CALLED = record({"content": any_of(*_CONTENT, NULL)}, role={"const": "assistant"}, tool_calls=list_of(_TOOL_CALL))
 Messages = Annotated[
-    list[dict[str, Any]],
-    BeforeValidator(normalize_messages),
-    WithJsonSchema(list_of(_SAID, _CALLED, at_least=1)),
+    list[dict[str, Any]], BeforeValidator(normalize_messages), WithJsonSchema(list_of(_SAID, _CALLED, at_least=1))
 ]
+
+
+def with_system(system: str | None, messages: list[Message]) -> list[Message]:
+    """``system``, which other APIs have apart, before all else. Many templates take one system message, so it is put
+    into one that comes first."""
+    if not system:
+        return messages
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    first = messages[0]["content"]
+    return [{"role": "system", "content": f"{system}\n\n{first}" if first else system}, *messages[1:]]
 
 
 class ChatPromptRequest(RequestModel):
@@ -47,15 +53,13 @@ class ChatPromptRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = Field(None, description='Handed to the chat template; "none": do not reason')
     tools: Tools = []
-    tool_choice: ToolChoiceField | None = None
+    tool_choice: ToolChoiceField = Field(default_factory=ToolChoice)
 
     @model_validator(mode="after")
     def _check_prompt(self) -> ChatPromptRequest:
         check_tools(self.tools, self.tool_choice)
         if self.continue_final_message and self.messages[-1]["role"] != "assistant":
-            raise InvalidRequest(
-                "continue_final_message: the last message must be the assistant's", param="continue_final_message"
-            )
+            raise wrong("continue_final_message", "the last message must be the assistant's")
         return self
 
     @property
@@ -75,18 +79,15 @@ class ChatPromptRequest(RequestModel):
     @property
     def callable_functions(self) -> list[Function]:
         """What the model may call now."""
-        choice = self.tool_choice
-        if choice is not None and choice.mode == "none":
+        if self.tool_choice.mode == "none":
             return []
-        functions = [tool.function for tool in self.tools]
-        if choice is None or choice.allowed is None:
-            return functions
-        return [function for function in functions if function.name in choice.allowed]
+        allowed = self.tool_choice.allowed
+        return [tool.function for tool in self.tools if allowed is None or tool.function.name in allowed]
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
         """The tools as chat templates want them: all of them, so that a choice among them keeps the cached prefix."""
-        if self.tool_choice is not None and self.tool_choice.mode == "none":
+        if self.tool_choice.mode == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 

@@ -132,7 +132,7 @@ class CompletionAnswer(ChoiceAnswer):
         if with_prompt:
             logprobs.add_prompt(prompt_ids(choice), choice.prompt_logprobs)
         logprobs.add(tokens, len(self._echoed(choice)))
-        return logprobs.as_dict()
+        return logprobs.lists
 
     def _echoed(self, choice: Choice) -> str:
         return (choice.prompt.text or "") if self._echo else ""

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
 from radixserve.engine.errors import InvalidRequest
@@ -28,7 +20,7 @@ from radixserve.server.protocol.schemas import NON_EMPTY, any_of, list_of
 
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 _HEADER_SAFE = re.compile(r"[\w.\-]{1,64}", re.ASCII)
-_REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
+_NAME = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _MAX_IGNORED_NAMES = 16
 
 
@@ -83,12 +75,12 @@ def only(*harmless: object) -> AfterValidator:
     return _Only(check, harmless)
 
 
-def is_request_id(text: str) -> bool:
-    return _REQUEST_ID.fullmatch(text) is not None
+def is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
 
 
-def _request_id(value: str) -> str:
-    if not is_request_id(value):
+def _name(value: str) -> str:
+    if not is_name(value):
         raise ValueError("must be 1 to 128 letters, digits, or one of _ . : -")
     return value
 
@@ -108,14 +100,9 @@ def _integer_keys(value: object) -> object:
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Harmless = Annotated[object, Field(description="Accepted; makes no difference")]
-RequestId = Annotated[
-    str, AfterValidator(_request_id), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"})
-]
-Stop = Annotated[
-    list[str],
-    BeforeValidator(_list_of),
-    WithJsonSchema(any_of(NON_EMPTY, list_of(NON_EMPTY))),
-]
+# Of a tool, or of a request.
+Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"})]
+Stop = Annotated[list[str], BeforeValidator(_list_of), WithJsonSchema(any_of(NON_EMPTY, list_of(NON_EMPTY)))]
 LogitBias = Annotated[
     dict[int, float],
     BeforeValidator(_integer_keys),

@@ -9,10 +9,12 @@ from pydantic import Field, WithJsonSchema
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
-from radixserve.server.protocol.fields import Harmless, Int64, LogitBias, RequestId, RequestModel, Stop, only
+from radixserve.engine.text.message_parts import wrong
+from radixserve.server.protocol.fields import Harmless, Int64, LogitBias, Name, RequestModel, Stop, only
 from radixserve.server.protocol.structured import RESPONSE_FORMAT_SCHEMA
 
 MAX_CHOICES = 128
+_PARAMETERS = SamplingParams.__struct_fields__
 
 
 class StreamOptions(RequestModel):
@@ -47,7 +49,7 @@ class SamplingFields(RequestModel):
     ignore_eos: bool = False
     cache_salt: str = Field("", max_length=1024, description="Requests with different salts share no cached prefix")
     priority: Int64 = Field(0, description="Lower runs earlier (--schedule-policy priority)")
-    request_id: RequestId | None = None
+    request_id: Name | None = None
 
     @property
     def given_sampling_fields(self) -> dict[str, Any]:
@@ -124,29 +126,20 @@ class GenerationRequest(SamplingFields):
         if limit is not None and limit > max_model_len:
             field = self.token_limit_field
             raise InvalidRequest(f"{field} is above the model's context length of {max_model_len} tokens", param=field)
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-        chosen = dict(defaults) | {name: value for name, value in given.items() if value is not None}
+        given = {name: getattr(self, name) for name in self.model_fields_set.intersection(_PARAMETERS)}
+        chosen: dict[str, Any] = {**defaults, **{name: value for name, value in given.items() if value is not None}}
         if "top_k" in chosen:
             chosen["top_k"] = min(int(chosen["top_k"]), vocab_size)
-        return SamplingParams(
-            **chosen,
-            max_tokens=limit,
-            min_tokens=self.min_tokens if limit else min(self.min_tokens, max_model_len),
-            seed=self.seed,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            logprobs=self.num_logprobs,
-            prompt_logprobs=self.num_prompt_logprobs,
-        )
+        chosen |= {
+            "max_tokens": limit,
+            "min_tokens": self.min_tokens if limit else min(self.min_tokens, max_model_len),
+            "logprobs": self.num_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
+        }
+        return SamplingParams(**chosen)
 
     def _check_token_ids(self, vocab_size: int) -> None:
         for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    raise InvalidRequest(
-                        f"{field}: {token} is not a token id of this model, which has {vocab_size}", param=field
-                    )
+                    raise wrong(field, f"{token} is not a token id of this model, which has {vocab_size}")

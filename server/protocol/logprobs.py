@@ -45,10 +45,7 @@ class CompletionLogprobs:
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
-        self._tokens: list[str] = []
-        self._logprobs: list[float | None] = []
-        self._top: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
+        self.lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add_prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> None:
         """The first token has no logprob: nothing predicts it."""
@@ -62,10 +59,10 @@ class CompletionLogprobs:
             self._add(token.logprobs.token_id, token.logprobs, offset + token.offset)
 
     def _add(self, token_id: int, entry: TokenLogprobs | None, offset: int) -> None:
-        self._tokens.append(self._name(token_id))
-        self._offsets.append(offset)
-        self._logprobs.append(None if entry is None else finite(entry.logprob))
-        self._top.append(None if entry is None else {self._name(i): finite(logprob) for i, logprob in entry.top})
+        logprob = None if entry is None else finite(entry.logprob)
+        top = None if entry is None else {self._name(i): finite(logprob) for i, logprob in entry.top}
+        for values, value in zip(self.lists.values(), (self._name(token_id), logprob, top, offset), strict=True):
+            values.append(value)
 
     def _name(self, token_id: int) -> str:
         """Tokens that are no whole characters are told apart by their bytes, as OpenAI does."""
@@ -74,14 +71,6 @@ class CompletionLogprobs:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self._tokens,
-            "token_logprobs": self._logprobs,
-            "top_logprobs": self._top,
-            "text_offset": self._offsets,
-        }
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None], vocabulary: Vocabulary) -> list[dict[str, Any] | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from radixserve.engine.text.conversation import PART_SEPARATOR, Message, as_object, kind_of, string_in, text_in, wrong
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, Schema, any_of, list_of, record, tagged
-from radixserve.server.protocol.to_chat import tool_call
+from radixserve.server.protocol.tools import tool_call
 
 _TEXT = {"text": "text"}
 _USER_BLOCKS = {"text": "text", "tool_result": "content"}
@@ -25,9 +25,7 @@ _USE = tagged("tool_use", id=STRING, name=STRING, input=OBJECT)
 _THINKING = tagged("thinking", thinking=STRING)
 _REDACTED = tagged("redacted_thinking")
 MESSAGES_SCHEMA = list_of(
-    _turn("user", _TEXT_BLOCK, _RESULT),
-    _turn("assistant", _TEXT_BLOCK, _USE, _THINKING, _REDACTED),
-    at_least=1,
+    _turn("user", _TEXT_BLOCK, _RESULT), _turn("assistant", _TEXT_BLOCK, _USE, _THINKING, _REDACTED), at_least=1
 )
 
 

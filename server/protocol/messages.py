@@ -7,18 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from radixserve.engine.text.conversation import Message
 from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed, messages_error
 from radixserve.server.output.deltas import Content, Reasoning
 from radixserve.server.protocol.answer import named_event
 from radixserve.server.protocol.blocks import Block, BlockAnswer
-from radixserve.server.protocol.chat import ChatPromptRequest, ChatRequest
-from radixserve.server.protocol.fields import Harmless, RequestModel, Stop, only
+from radixserve.server.protocol.chat import ChatPromptRequest, ChatRequest, with_system
+from radixserve.server.protocol.fields import Harmless, Name, RequestModel, Stop, only
 from radixserve.server.protocol.generation import SamplingFields
 from radixserve.server.protocol.message_turns import MESSAGES_SCHEMA, TEXT_SCHEMA, system_text, turn_messages
-from radixserve.server.protocol.to_chat import function_only, with_system
-from radixserve.server.protocol.tools import Function, Tool, ToolChoice, ToolName
+from radixserve.server.protocol.tools import Function, Tool, ToolChoice, function_only
 
 # Where a chat request has what these call otherwise.
 FIELD_NAMES = {
@@ -30,7 +28,7 @@ FIELD_NAMES = {
 
 
 class MessagesTool(RequestModel):
-    name: ToolName
+    name: Name
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -104,17 +102,13 @@ class MessagesPrompt(RequestModel):
     def prompt_fields(self) -> dict[str, Any]:
         """Of a ``ChatPromptRequest``. A last message of the assistant is one to go on with."""
         return {
-            "messages": self.all_messages,
+            "messages": with_system(self.system, self.messages),
             "continue_final_message": self.messages[-1]["role"] == "assistant",
             "tools": [tool.for_chat for tool in self.tools],
-            "tool_choice": self.tool_choice.for_chat if self.tool_choice else None,
+            "tool_choice": self.tool_choice.for_chat if self.tool_choice else ToolChoice(),
             "reasoning_effort": self.output_config.effort,
             "chat_template_kwargs": self._thinking_switch | self.chat_template_kwargs,
         }
-
-    @property
-    def all_messages(self) -> list[Message]:
-        return with_system(self.system, self.messages)
 
     @property
     def _thinking_switch(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from radixserve.engine.text.conversation import Message, as_object, kind_of, parsed_arguments, string_in, text_in, wrong
 from radixserve.server.protocol.schemas import JSON_TEXT, STRING, Schema, any_of, list_of, record, tagged
-from radixserve.server.protocol.to_chat import tool_call
+from radixserve.server.protocol.tools import tool_call
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

@@ -7,19 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from radixserve.engine.text.conversation import Message
 from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed
 from radixserve.server.output.deltas import CallStart, Content, Reasoning
 from radixserve.server.protocol.answer import named_event
 from radixserve.server.protocol.blocks import Block, BlockAnswer, Kind
-from radixserve.server.protocol.chat import ChatRequest
+from radixserve.server.protocol.chat import ChatRequest, with_system
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation import SamplingFields
 from radixserve.server.protocol.response_items import INPUT_SCHEMA, input_messages
 from radixserve.server.protocol.schemas import OBJECT, STRING, any_of, record, tagged
-from radixserve.server.protocol.to_chat import function_only, with_system
-from radixserve.server.protocol.tools import Function, Tool, ToolChoice
+from radixserve.server.protocol.tools import Function, Tool, ToolChoice, function_only
 
 # Where a chat request has what this one calls otherwise.
 FIELD_NAMES = {
@@ -40,10 +38,8 @@ class ResponseTool(Function):
         return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
 
 
-def _tool_choice(value: object) -> ToolChoice | None:
+def _tool_choice(value: object) -> ToolChoice:
     match value:
-        case None:
-            return None
         case "none" | "auto" | "required" as mode:
             return ToolChoice(mode=mode)
         case {"type": "function", "name": str(name)}:
@@ -115,7 +111,7 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[ResponseTool] = Field([], max_length=512)
-    tool_choice: _ToolChoiceField = None
+    tool_choice: _ToolChoiceField = "auto"
     parallel_tool_calls: bool = Field(True, description="false: one call at most")
     metadata: dict[str, str] = Field({}, description="Told in the answer")
     chat_template_kwargs: dict[str, Any] = {}
@@ -144,15 +140,11 @@ class ResponsesRequest(SamplingFields):
     stream_options: Harmless = None
     user: Harmless = None
 
-    @property
-    def messages(self) -> list[Message]:
-        return with_system(self.instructions, self.input)
-
     def for_chat(self) -> ChatRequest:
         """Raises ``InvalidRequest``; ``FIELD_NAMES`` says what its fields are called here."""
         return ChatRequest(
             **self.given_sampling_fields,
-            messages=self.messages,
+            messages=with_system(self.instructions, self.input),
             max_completion_tokens=self.max_output_tokens,
             response_format=self.text.response_format,
             reasoning_effort=self.reasoning.effort,
@@ -268,7 +260,7 @@ class ResponsesAnswer(BlockAnswer):
             "text": {"format": request.text.format},
             "reasoning": {"effort": request.reasoning.effort, "summary": None},
             "tools": [tool.model_dump() for tool in request.tools],
-            "tool_choice": request.tool_choice or "auto",
+            "tool_choice": request.tool_choice,
             "parallel_tool_calls": request.parallel_tool_calls,
             "metadata": request.metadata,
             "store": False,

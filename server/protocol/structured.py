@@ -11,6 +11,7 @@ from radixserve.engine import structured
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_GRAMMAR_CHARS
 from radixserve.engine.structured import Format
+from radixserve.engine.text.message_parts import wrong
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, any_of, record, tagged
 
 RESPONSE_FORMAT_SCHEMA = any_of(
@@ -34,9 +35,7 @@ def wanted_format(request: Any) -> Wanted | None:
     found = list(_wanted(request))
     if len(found) > 1:
         fields = " and ".join(wanted.field for wanted in found)
-        raise InvalidRequest(
-            f"{found[1].field}: only one structure can be asked for, not {fields}", param=found[1].field
-        )
+        raise wrong(found[1].field, f"only one structure can be asked for, not {fields}")
     return found[0] if found else None
 
 
@@ -62,7 +61,7 @@ def _wanted(request: Any) -> Iterator[Wanted]:
         if value is None or (key in _HARMLESS and not value):
             continue
         if key not in _READERS:
-            raise InvalidRequest(f"{field}: is not supported; supported: {', '.join(_READERS)}", param=field)
+            raise wrong(field, f"is not supported; supported: {', '.join(_READERS)}")
         yield Wanted(_READERS[key](value, field), field)
     for field, key in _ALIASES.items():
         value = getattr(request, field)
@@ -77,48 +76,38 @@ def _response_format(value: Mapping[str, Any]) -> Format | None:
         case "json_object":
             return structured.json_object()
         case "json_schema":
-            described = value.get("json_schema")
+            described, where = value.get("json_schema"), "response_format.json_schema.schema"
             if not isinstance(described, Mapping) or "schema" not in described:
-                where = "response_format.json_schema.schema"
-                raise InvalidRequest(f"{where}: is required", param=where)
-            return _schema(described["schema"], "response_format.json_schema.schema")
+                raise wrong(where, "is required")
+            return _schema(described["schema"], where)
         case "structural_tag":
             return _tag(value, "response_format")
-    supported = "text, json_object, json_schema, structural_tag"
-    raise InvalidRequest(f"response_format.type: must be one of {supported}", param="response_format.type")
+    raise wrong("response_format.type", "must be one of text, json_object, json_schema, structural_tag")
 
 
 def _schema(value: Any, field: str) -> Format:
     if isinstance(value, str):
         value = _json(value, field)
     if not isinstance(value, Mapping | bool):
-        raise InvalidRequest(f"{field}: must be a JSON schema", param=field)
+        raise wrong(field, "must be a JSON schema")
     return structured.json_schema(value, param=field)
 
 
 def _object(value: Any, field: str) -> Format:
     if value is not True:
-        raise InvalidRequest(f"{field}: must be true", param=field)
+        raise wrong(field, "must be true")
     return structured.json_object()
-
-
-def _regex(value: Any, field: str) -> Format:
-    return structured.regex(_text(value, field), param=field)
-
-
-def _ebnf(value: Any, field: str) -> Format:
-    return structured.ebnf(_text(value, field))
 
 
 def _text(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{field}: must be a string, and not empty", param=field)
+        raise wrong(field, "must be a string, and not empty")
     return value
 
 
 def _choice(value: Any, field: str) -> Format:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise InvalidRequest(f"{field}: must be a list of strings, none empty", param=field)
+        raise wrong(field, "must be a list of strings, none empty")
     return structured.choice(value)
 
 
@@ -127,7 +116,7 @@ def _tag(value: Any, field: str) -> Format:
         value = _json(value, field)
     form = value.get("format") if isinstance(value, Mapping) else None
     if not isinstance(form, Mapping):
-        raise InvalidRequest(f"{field}.format: must be an object", param=f"{field}.format")
+        raise wrong(f"{field}.format", "must be an object")
     return structured.checked(form, param=field)
 
 
@@ -135,15 +124,15 @@ def _json(text: str, field: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        raise InvalidRequest(f"{field}: is not valid JSON", param=field) from None
+        raise wrong(field, "is not valid JSON") from None
 
 
 _READERS: dict[str, Callable[[Any, str], Format]] = {
     "json": _schema,
     "json_object": _object,
-    "regex": _regex,
+    "regex": lambda value, field: structured.regex(_text(value, field), param=field),
     "choice": _choice,
-    "grammar": _ebnf,
+    "grammar": lambda value, field: structured.ebnf(_text(value, field)),
     "structural_tag": _tag,
 }
 # Of vLLM: how a grammar is made, where ours has no choice.

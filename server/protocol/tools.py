@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from radixserve.engine.errors import InvalidRequest
-from radixserve.server.protocol.fields import RequestModel
+from radixserve.engine.text.message_parts import wrong
+from radixserve.server.protocol.fields import Name, RequestModel
 from radixserve.server.protocol.schemas import STRING, any_of, record, tagged
-
-_NAME = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
-
-
-def _name(value: str) -> str:
-    if not _NAME.fullmatch(value):
-        raise ValueError("must be 1 to 128 letters, digits, or one of _ . : -")
-    return value
-
-
-ToolName = Annotated[
-    str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"})
-]
 
 
 class Function(RequestModel):
     """``parameters``: a JSON schema of an object; absent: no parameters."""
 
-    name: ToolName
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -42,7 +29,7 @@ class Tool(RequestModel):
 class ToolChoice(RequestModel):
     """``mode`` auto: the model decides; required: one call or more; named: one call of the one allowed tool."""
 
-    mode: Literal["none", "auto", "required", "named"]
+    mode: Literal["none", "auto", "required", "named"] = "auto"
     allowed: tuple[str, ...] | None = None
 
 
@@ -56,9 +43,9 @@ def _named(value: Any) -> str:
 def _tool_choice(value: object) -> object:
     if isinstance(value, ToolChoice):
         return value
-    if value in ("none", "auto", "required"):
-        return ToolChoice.model_validate({"mode": value})
     match value:
+        case "none" | "auto" | "required" as mode:
+            return ToolChoice(mode=mode)
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice(mode="named", allowed=(name,))
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
@@ -75,14 +62,24 @@ ToolChoiceField = Annotated[
 Tools = Annotated[list[Tool], Field(max_length=512)]
 
 
-def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+def check_tools(tools: list[Tool], choice: ToolChoice) -> None:
     """Raises ``InvalidRequest``."""
     names = [tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidRequest(f"tools: there are two with the name {twice!r}", param="tools")
-    if choice is None:
-        return
+        raise wrong("tools", f"there are two with the name {twice!r}")
     if choice.mode in ("required", "named") and not tools:
-        raise InvalidRequest(f"tool_choice: {choice.mode} needs tools", param="tool_choice")
+        raise wrong("tool_choice", f"{choice.mode} needs tools")
     if unknown := next((name for name in choice.allowed or () if name not in names), None):
-        raise InvalidRequest(f"tool_choice: there is no tool {unknown!r}", param="tool_choice")
+        raise wrong("tool_choice", f"there is no tool {unknown!r}")
+
+
+def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def function_only(tool: object) -> object:
+    """Refuses built-in tools by their name, before their other fields are looked at."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind not in (None, "function", "custom"):
+        raise ValueError(f"built-in tool {kind!r} is not supported by this server; functions are")
+    return tool

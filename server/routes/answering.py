@@ -35,9 +35,9 @@ async def respond_to_chat(
 ) -> Response:
     frontend = frontend_of(request)
     frontend.check_model(body.model)
-    max_model_len, text = frontend.max_model_len, frontend.text
-    sampling = body.sampling(frontend.sampling_defaults, max_model_len, frontend.vocab_size)
-    prompt = await offload(request, lambda: chat_prompt(text, body, max_model_len))
+    engine, text = frontend.ready_status(), frontend.text
+    sampling = body.sampling(frontend.sampling_defaults, engine.max_model_len, engine.vocab_size)
+    prompt = await offload(request, lambda: chat_prompt(text, body, engine.max_model_len))
     formats = frontend.output_formats
     end = prompt_end(text, prompt) if formats.reasoning is not None else ""
     plan = chat_plan(body, formats, end, text.tokenizer.control_texts)
@@ -77,37 +77,28 @@ async def respond(
 
 
 def _choices(
-    frontend: Frontend,
-    body: GenerationRequest,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    plan: OutputPlan,
+    frontend: Frontend, body: GenerationRequest, prompts: Sequence[Prompt], sampling: SamplingParams, plan: OutputPlan
 ) -> list[Choice]:
     """``n`` for each prompt, in OpenAI's order."""
-    tokenizer = frontend.text.tokenizer
+    tokenizer, max_model_len = frontend.text.tokenizer, frontend.ready_status().max_model_len
+    include_stop = body.include_stop_str_in_output
     if plan.grammar is not None:
         sampling = msgspec.structs.replace(sampling, grammar=plan.grammar)
-    limited = {prompt: _within_room(sampling, frontend.max_model_len - prompt.num_tokens) for prompt in set(prompts)}
+    limited = {prompt: _within_room(sampling, max_model_len - prompt.num_tokens) for prompt in set(prompts)}
     return [
         Choice(
             index,
             prompt,
             tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens, shown=plan.markers),
-            _stops(body),
+            StopStringMatcher(body.stop, include_stop_str_in_output=include_stop) if body.stop else None,
             _with_seed(limited[prompt], index % body.n),
             parser=plan.new_parser(),
             grammar_field=plan.field,
-            include_stop=body.include_stop_str_in_output,
+            include_stop=include_stop,
             prompt_only=body.scores_only,
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
     ]
-
-
-def _stops(body: GenerationRequest) -> StopStringMatcher | None:
-    if not body.stop:
-        return None
-    return StopStringMatcher(body.stop, include_stop_str_in_output=body.include_stop_str_in_output)
 
 
 def _within_room(sampling: SamplingParams, room: int) -> SamplingParams:

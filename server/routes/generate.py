@@ -38,9 +38,9 @@ async def create_completion(request: Request) -> Response:
     frontend = frontend_of(request)
     body, headers = await parsed(request, CompletionRequest)
     frontend.check_model(body.model)
-    max_model_len, vocab_size, text = frontend.max_model_len, frontend.vocab_size, frontend.text
-    sampling = body.sampling(frontend.sampling_defaults, max_model_len, vocab_size)
-    prompts = await offload(request, lambda: completion_prompts(text, body, max_model_len, vocab_size))
+    engine, text = frontend.ready_status(), frontend.text
+    sampling = body.sampling(frontend.sampling_defaults, engine.max_model_len, engine.vocab_size)
+    prompts = await offload(request, lambda: completion_prompts(text, body, engine.max_model_len, engine.vocab_size))
     wanted = wanted_format(body)
     plan = OutputPlan(grammar_text(wanted.format, wanted.field), wanted.field) if wanted else OutputPlan()
 
@@ -65,7 +65,7 @@ async def create_response(request: Request) -> Response:
 async def create_message(request: Request) -> Response:
     """Anthropic's form of a chat."""
     body, headers = await parsed(request, messages.MessagesRequest)
-    max_model_len = frontend_of(request).max_model_len
+    max_model_len = frontend_of(request).ready_status().max_model_len
     with blaming(messages.FIELD_NAMES):
         chat = await offload(request, lambda: body.for_chat(max_model_len))
         return await respond_to_chat(request, chat, headers, messages.MessagesAnswer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fastapi import APIRouter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -12,27 +12,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from radixserve.engine.messages import EngineStats, EngineStatus
-from radixserve.server.metrics import BOUNDS, COUNTERS, Histogram, Numbers
+from radixserve.server.metrics import COUNTERS, HISTOGRAMS, Histogram, Numbers
 from radixserve.server.routes.common import frontend_of
 
 router = APIRouter(tags=["operation"])
 
 PREFIX = "radixserve:"
 
-_HELP = {
-    "time_to_first_token_seconds": "From a request's arrival to its first token",
-    "inter_token_latency_seconds": "Between two tokens of a request",
-    "e2e_request_latency_seconds": "From a request's arrival to its last token",
-    "request_queue_time_seconds": "From a request's arrival in the engine to its admission",
-    "request_prefill_time_seconds": "From a request's admission to its first token",
-    "request_decode_time_seconds": "From a request's first token to its last",
-    "request_prompt_tokens": "Tokens of a request's prompt",
-    "request_generation_tokens": "Tokens generated for a request",
-    "request_success": "Requests answered to their end",
-    "admission_rejections": "Requests that the engine refused",
-    "num_aborted_requests": "Requests whose client left, or that /abort_request ended",
-    "num_failed_requests": "Requests that ended with an error",
-}
 # Counters of the engine, since it was started: metric, field of EngineStats, help.
 _ENGINE_COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests"),
@@ -57,45 +43,50 @@ class Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ready = self._status is not None and self._status.phase == "ready"
-        yield self._gauge("engine_up", "1 when the engine's model is loaded", float(ready))
+        yield self._family(GaugeMetricFamily, "engine_up", "1 when the engine's model is loaded", {"": float(ready)})
         if self._status is not None and ready:
             yield from self._engine(self._status.stats)
-        for name, label in COUNTERS.items():
-            family = CounterMetricFamily(PREFIX + name, _HELP[name], labels=["model_name", *([label] if label else [])])
-            for value, count in self._numbers.counters[name].items():
-                family.add_metric([self._model, *([value] if label else [])], count)
-            yield family
-        for name in BOUNDS:
-            yield self._histogram(name, self._numbers.histograms[name])
+        for name, (text, label) in COUNTERS.items():
+            yield self._family(CounterMetricFamily, name, text, self._numbers.counters[name], label)
+        for name, (text, _) in HISTOGRAMS.items():
+            yield self._histogram(name, text, self._numbers.histograms[name])
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
         total, free, evictable = stats.kv_total_tokens, stats.kv_free_tokens, stats.kv_evictable_tokens
         in_use = total - free - evictable
-        yield self._gauge("num_requests_running", "Requests being computed", stats.running)
-        yield self._gauge("num_requests_waiting", "Requests waiting for a seat or memory", stats.waiting)
         usage = in_use / total if total else 0.0
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache that running requests hold; 1 is full", usage)
-        tokens = GaugeMetricFamily(PREFIX + "kv_cache_tokens", "KV cache, in tokens", labels=["model_name", "state"])
-        for state, count in (("in_use", in_use), ("cached", evictable), ("free", free)):
-            tokens.add_metric([self._model, state], count)
-        yield tokens
+        for name, text, value in (
+            ("num_requests_running", "Requests being computed", stats.running),
+            ("num_requests_waiting", "Requests waiting for a seat or memory", stats.waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache that running requests hold; 1 is full", usage),
+        ):
+            yield self._family(GaugeMetricFamily, name, text, {"": value})
+        tokens = {"in_use": in_use, "cached": evictable, "free": free}
+        yield self._family(GaugeMetricFamily, "kv_cache_tokens", "KV cache, in tokens", tokens, "state")
         for name, field, text in _ENGINE_COUNTERS:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model], getattr(stats, field))
-            yield counter
+            yield self._family(CounterMetricFamily, name, text, {"": getattr(stats, field)})
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
+    def _family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, float],
+        label: str = "",
+    ) -> Metric:
+        """``values`` by what ``label`` is; without a label there is one value."""
+        family = kind(PREFIX + name, text, labels=["model_name", *([label] if label else [])])
+        for what, value in values.items():
+            family.add_metric([self._model, *([what] if label else [])], value)
         return family
 
-    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         buckets: list[tuple[str, float]] = []
         cumulative = 0
         for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
             cumulative += count
             buckets.append(("+Inf" if bound == float("inf") else str(bound), cumulative))
-        family = HistogramMetricFamily(PREFIX + name, _HELP[name], labels=["model_name"])
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model], buckets, histogram.total)
         return family
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.engine.errors import InvalidRequest
+from radixserve.engine.text.message_parts import wrong
 from radixserve.server.frontend import Frontend
 from radixserve.server.prompts import chat_ids, chat_text
 from radixserve.server.protocol.chat import ChatPromptRequest, Messages
@@ -79,7 +80,7 @@ async def detokenize(request: Request) -> Response:
     def decode() -> str:
         for token in body.tokens:
             if not 0 <= token < tokenizer.vocab_size:
-                raise InvalidRequest(f"tokens: {token} is not a token id", param="tokens")
+                raise wrong("tokens", f"{token} is not a token id")
         return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
     prompt = await offload(request, decode)

@@ -16,8 +16,8 @@ from radixserve.configs.sources import (
     merge,
     preset_layer,
     preset_names,
+    to_toml,
 )
-from radixserve.configs.toml_text import to_toml
 
 
 def toml(folder: Path, text: str) -> Layer:

@@ -30,6 +30,7 @@ def run_child(log: Path, name: str, plan: str) -> None:
     if plan == "hopeless":
         sys.exit(lifeline.EXIT_HOPELESS)
     if plan == "deaf":
+        signal.alarm(60)  # the longest that it may outlive a supervisor that was killed
         signal.pause()
 
     def leave() -> None:

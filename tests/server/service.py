@@ -18,9 +18,8 @@ import uvicorn
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.server.app import build_app
-from radixserve.server.connection import Connection
+from radixserve.server.connection import Connection, ConnectionLimits
 from radixserve.server.frontend import Frontend
-from radixserve.server.limits import ConnectionLimits
 from radixserve.tests.server.byte_model import write_byte_model
 from radixserve.tests.server.fake_engine import FakeEngine, running_engine
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from radixserve.engine.text.tokenizer import Tokenizer
-from radixserve.server.limits import ConnectionLimits
+from radixserve.server.connection import ConnectionLimits
 from radixserve.tests.server.service import CHAT, COMPLETIONS, Service, running_service, wait_until
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\n".encode()

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixserve.engine.messages import EngineStats, EngineStatus, TokenEvent
-from radixserve.server.metrics import BOUNDS, Numbers, RequestMeter, WorkerNumbers
+from radixserve.server.metrics import HISTOGRAMS, Numbers, RequestMeter, WorkerNumbers
 from radixserve.server.routes.metrics import PREFIX, Snapshot
 from radixserve.tests.server.service import COMPLETIONS, Service, running_frontend, running_service, wait_until
 
@@ -52,7 +52,7 @@ def change(service: Service) -> Change:
 def test_an_answer_is_counted_once_with_its_tokens_and_times(http: httpx.Client, change: Change) -> None:
     assert http.post(COMPLETIONS, json={"prompt": "<<hello>>"}).status_code == 200
     assert change("request_success_total", finished_reason="stop") == 1
-    for histogram in BOUNDS:
+    for histogram in HISTOGRAMS:
         assert change(f"{histogram}_count") == (5 if histogram == "inter_token_latency_seconds" else 1), histogram
     assert change("request_prompt_tokens_sum") == 9
     assert change("request_generation_tokens_sum") == 6  # the end-of-sequence token, too
@@ -93,7 +93,7 @@ def test_refusals_failures_and_aborts_are_counted_and_are_no_success(
 def test_buckets_are_cumulative_and_end_with_the_count(service: Service, http: httpx.Client) -> None:
     assert http.post(COMPLETIONS, json={"prompt": "<<hello>>"}).status_code == 200
     samples = scrape(service.url)
-    for name, bounds in BOUNDS.items():
+    for name, (_, bounds) in HISTOGRAMS.items():
         counts = [value(samples, f"{name}_bucket", le=str(bound)) for bound in bounds]
         counts.append(value(samples, f"{name}_bucket", le="+Inf"))
         assert counts == sorted(counts)

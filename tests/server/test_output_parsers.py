@@ -313,6 +313,6 @@ def test_families_are_known_by_their_templates(template: str, calls: str, reason
     found = formats.output_formats(text, ServeConfig())
     assert found.calls is CALLS[calls]
     assert found.reasoning is (formats.REASONING_FORMATS[reasoning] if reasoning else None)
-    assert found.knows_tools == ("tools }}" in template)
+    assert text.template.uses_tools == ("tools }}" in template)
     none = formats.output_formats(text, ServeConfig(tool_call_parser="none", reasoning_parser="deepseek_r1"))
     assert none.calls is None and none.reasoning is not None and none.reasoning.always

@@ -34,7 +34,7 @@ def plan(family: str = "hermes", reasoning: str | None = None, prompt_end: str =
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
     marks: Any = REASONING_FORMATS
     calls: Any = CALL_FORMATS
-    found = OutputFormats(marks[reasoning] if reasoning else None, calls[family], knows_tools=True)
+    found = OutputFormats(marks[reasoning] if reasoning else None, calls[family])
     return chat_plan(request, found, prompt_end, ("[THINK]", "[/THINK]"))
 
 
