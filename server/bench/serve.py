@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--turns does not go with --prompts, whose entries have one turn each; leave out one of them")
     target = Target(base_url(options.url), options.api_key)
     model = options.model or _first_model(target)
+    # Its fields have flags of their names.
     workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
     goal = Goal(options.good_ttft_ms / 1e3, options.good_itl_ms / 1e3)
     columns: dict[str, Summary] = {}

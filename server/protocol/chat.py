@@ -13,9 +13,9 @@ from radixserve.engine.text.conversation import Message, normalize_messages
 from radixserve.engine.text.message_parts import wrong
 from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from radixserve.server.protocol.choices import ChoiceAnswer
+from radixserve.server.protocol.choice_answer import ChoiceAnswer
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
-from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.protocol.generation_fields import GenerationRequest
 from radixserve.server.protocol.logprobs import Vocabulary, chat_logprobs
 from radixserve.server.protocol.schemas import JSON_TEXT, NULL, STRING, any_of, list_of, record, tagged
 from radixserve.server.protocol.tools import Function, ToolChoice, ToolChoiceField, Tools, check_tools

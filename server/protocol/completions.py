@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS
 from radixserve.server.choice import Choice, LogprobToken
-from radixserve.server.protocol.choices import ChoiceAnswer, prompt_ids
+from radixserve.server.protocol.choice_answer import ChoiceAnswer, prompt_ids
 from radixserve.server.protocol.fields import only
-from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.protocol.generation_fields import GenerationRequest
 from radixserve.server.protocol.logprobs import CompletionLogprobs, Vocabulary
 from radixserve.server.protocol.schemas import NON_EMPTY, any_of, list_of
 

@@ -11,10 +11,10 @@ from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed, messages_error
 from radixserve.server.output.deltas import Content, Reasoning
 from radixserve.server.protocol.answer import named_event
-from radixserve.server.protocol.blocks import Block, BlockAnswer
+from radixserve.server.protocol.block_answer import Block, BlockAnswer
 from radixserve.server.protocol.chat import ChatPromptRequest, ChatRequest, with_system
 from radixserve.server.protocol.fields import Harmless, Name, RequestModel, Stop, only
-from radixserve.server.protocol.generation import SamplingFields
+from radixserve.server.protocol.generation_fields import SamplingFields
 from radixserve.server.protocol.message_turns import MESSAGES_SCHEMA, TEXT_SCHEMA, system_text, turn_messages
 from radixserve.server.protocol.tools import Function, Tool, ToolChoice, function_only
 

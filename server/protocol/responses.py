@@ -11,10 +11,10 @@ from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed
 from radixserve.server.output.deltas import CallStart, Content, Reasoning
 from radixserve.server.protocol.answer import named_event
-from radixserve.server.protocol.blocks import Block, BlockAnswer, Kind
+from radixserve.server.protocol.block_answer import Block, BlockAnswer, Kind
 from radixserve.server.protocol.chat import ChatRequest, with_system
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
-from radixserve.server.protocol.generation import SamplingFields
+from radixserve.server.protocol.generation_fields import SamplingFields
 from radixserve.server.protocol.response_items import INPUT_SCHEMA, input_messages
 from radixserve.server.protocol.schemas import OBJECT, STRING, any_of, record, tagged
 from radixserve.server.protocol.tools import Function, Tool, ToolChoice, function_only

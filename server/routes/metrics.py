@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from fastapi import APIRouter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -81,11 +84,8 @@ class Snapshot(Collector):
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        buckets: list[tuple[str, float]] = []
-        cumulative = 0
-        for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
-            cumulative += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), cumulative))
+        bounds = map(floatToGoString, (*histogram.bounds, math.inf))
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
         family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model], buckets, histogram.total)
         return family

@@ -14,7 +14,7 @@ from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.errors import RequestFailed, error_body
 from radixserve.server.output.deltas import Content, Delta, Reasoning
 from radixserve.server.protocol.answer import Answer
-from radixserve.server.protocol.generation import GenerationRequest
+from radixserve.server.protocol.generation_fields import GenerationRequest
 from radixserve.server.protocol.logprobs import Vocabulary, prompt_logprobs
 
 DONE = b"data: [DONE]\n\n"
