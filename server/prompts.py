@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.text.message_parts import wrong
+from radixserve.engine.text.conversation import wrong
 from radixserve.engine.text.text_model import TextModel
 from radixserve.server.choice import Prompt
 from radixserve.server.output.tool_prompt import with_tools

@@ -9,7 +9,7 @@ from typing import Any
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.structured import Format, json_schema
-from radixserve.engine.text.message_parts import wrong
+from radixserve.engine.text.conversation import wrong
 from radixserve.server.output.formats import JSON_CALLS, CallFormat, OutputFormats, ReasoningFormat
 from radixserve.server.output.parser import OutputParser
 from radixserve.server.protocol.chat import ChatRequest

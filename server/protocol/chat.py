@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS
-from radixserve.engine.text.conversation import Message, normalize_messages
-from radixserve.engine.text.message_parts import wrong
+from radixserve.engine.text.conversation import Message, normalize_messages, wrong
 from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from radixserve.server.protocol.choice_answer import ChoiceAnswer

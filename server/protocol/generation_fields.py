@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
-from radixserve.engine.text.message_parts import wrong
+from radixserve.engine.text.conversation import wrong
 from radixserve.server.protocol.fields import Harmless, Int64, LogitBias, Name, RequestModel, Stop, only
 from radixserve.server.protocol.structured import RESPONSE_FORMAT_SCHEMA
 

@@ -11,7 +11,7 @@ from radixserve.engine import structured
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_GRAMMAR_CHARS
 from radixserve.engine.structured import Format
-from radixserve.engine.text.message_parts import wrong
+from radixserve.engine.text.conversation import wrong
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, any_of, record, tagged
 
 RESPONSE_FORMAT_SCHEMA = any_of(

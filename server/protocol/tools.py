@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from radixserve.engine.text.message_parts import wrong
+from radixserve.engine.text.conversation import wrong
 from radixserve.server.protocol.fields import Name, RequestModel
 from radixserve.server.protocol.schemas import STRING, any_of, record, tagged
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.text.message_parts import wrong
+from radixserve.engine.text.conversation import wrong
 from radixserve.server.frontend import Frontend
 from radixserve.server.prompts import chat_ids, chat_text
 from radixserve.server.protocol.chat import ChatPromptRequest, Messages
