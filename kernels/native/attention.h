@@ -78,154 +78,17 @@ class Places {
 
 struct Bf16Cache {
   typedef uint16_t Value;
-  static constexpr bool kIsBf16 = true;
   static Floats get(const uint16_t* p) { return from_bf16(load<Halves>(p)); }
 };
 struct Fp32Cache {
   typedef float Value;
-  static constexpr bool kIsBf16 = false;
   static Floats get(const float* p) { return load<Floats>(p); }
 };
-
-// Sixteen vectors to the vector of their sums, by adding halves crosswise.
-inline Floats sums_of(Floats* v) {
-#if defined(__AVX512F__)
-  __m512 r[8];
-  for (int i = 0; i < 8; i++) {  // 128-bit parts of v[i] and v[i + 8]
-    const __m512 a = (__m512)v[i], b = (__m512)v[i + 8];
-    r[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  }
-  for (int i = 0; i < 4; i++)
-    r[i] = _mm512_add_ps(_mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd));
-  for (int i = 0; i < 2; i++)
-    r[i] = _mm512_add_ps(_mm512_unpacklo_ps(r[i], r[i + 2]), _mm512_unpackhi_ps(r[i], r[i + 2]));
-  const __m512 last = _mm512_add_ps(_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
-  // Lane 4 k + i now holds vector {0, 8, 4, 12}[k] + {0, 1, 2, 3}[i].
-  return (Floats)_mm512_shuffle_f32x4(last, last, 0xd8);
-#else
-  Floats out;
-  for (int i = 0; i < kLanes; i++) out[i] = sum(v[i]);
-  return out;
-#endif
-}
 
 // softcap * tanh(scores / softcap)
 inline Floats capped(Floats scores, float softcap) {
   return softcap * (1.0f - 2.0f / (exp(scores * (2.0f / softcap)) + 1.0f));
 }
-
-// One query of the heads that share a key-value head: sees tokens first_seen .. kv_len - 1. q, out [group][dim]; scores
-// and places: room for [group][tokens seen, rounded up to 16] and for as many tokens.
-template <class Cache>
-class Query {
- public:
-  Query(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t kv_len, float* scores, int64_t* places)
-      : op_(op), first_seen_(std::max<int64_t>(0, kv_len - op.window)), seen_(kv_len - first_seen_),
-        padded_((seen_ + kLanes - 1) / kLanes * kLanes), group_(op.q_heads / op.kv_heads), dim_(op.head_dim),
-        scores_(scores), places_(places) {
-    Places walk(op, step, sequence, kv_head, first_seen_);
-    for (int64_t t = 0; t < padded_; t++) places[t] = t < seen_ ? walk.next() : places[t - 1];
-  }
-
-  // Pages lie anywhere, so the processor does not see which keys come next.
-  void attend(const float* q, float* out) {
-    for (int64_t first = 0; first < seen_; first += kLanes) {
-      const int64_t after = std::min(first + 2 * kLanes, seen_);
-      for (int64_t t = first + kLanes; t < after; t++) fetch_early(op_.k_cache, t, 0, dim_);
-      score(q, first);
-    }
-    for (int64_t g = 0; g < group_; g++) softmax(scores_ + g * padded_);
-    int64_t g = 0;
-    for (; g + 4 <= group_; g += 4) add_values<4>(g, out + g * dim_);
-    for (; g + 3 <= group_; g += 3) add_values<3>(g, out + g * dim_);
-    for (; g + 2 <= group_; g += 2) add_values<2>(g, out + g * dim_);
-    for (; g < group_; g++) add_values<1>(g, out + g * dim_);
-  }
-
- private:
-  typedef typename Cache::Value Value;
-
-  // Columns d .. d + n - 1 of token t, before they are needed. All at once would be more than the processor can wait for.
-  void fetch_early(const void* cache, int64_t t, int64_t d, int64_t n) const {
-    const Value* place = (const Value*)cache + places_[t] + d;
-    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(Value)) __builtin_prefetch(place + i);
-  }
-
-  void score(const float* q, int64_t first) {
-    const int64_t* places = places_ + first;
-    for (int64_t g = 0; g < group_; g++) {
-      Floats acc[kLanes] = {};
-      if (Cache::kIsBf16 && kFastDot2 && dim_ % (2 * kLanes) == 0) {
-        for (int64_t i = 0; i < dim_; i += 2 * kLanes) {
-          Halves part[2];
-          for (int half = 0; half < 2; half++) part[half] = to_bf16(load<Floats>(q + g * dim_ + i + half * kLanes));
-          for (int t = 0; t < kLanes; t++)
-            acc[t] = dot2(acc[t], load<Ints>((const Value*)op_.k_cache + places[t] + i), load<Ints>(part));
-        }
-      } else {
-        for (int64_t i = 0; i < dim_; i += kLanes) {
-          const Floats part = load<Floats>(q + g * dim_ + i);
-          for (int t = 0; t < kLanes; t++) acc[t] += part * Cache::get((const Value*)op_.k_cache + places[t] + i);
-        }
-      }
-      Floats scores = sums_of(acc) * op_.score_scale;
-      if (op_.softcap != 0) scores = capped(scores, op_.softcap);
-      store(scores_ + g * padded_ + first, scores);
-    }
-  }
-
-  void softmax(float* row) const {
-    for (int64_t t = seen_; t < padded_; t++) row[t] = -INFINITY;
-    Floats largest = load<Floats>(row);
-    for (int64_t t = kLanes; t < padded_; t += kLanes) {
-      const Floats scores = load<Floats>(row + t);
-      largest = scores > largest ? scores : largest;
-    }
-    float top = largest[0];
-    for (int i = 1; i < kLanes; i++) top = std::max(top, largest[i]);
-    Floats totals{};
-    for (int64_t t = 0; t < padded_; t += kLanes) {
-      const Floats scores = load<Floats>(row + t);
-      const Floats weights = scores > -INFINITY ? exp(scores - top) : scores - scores;  // NaN stays NaN
-      store(row + t, weights);
-    }
-    for (int64_t t = seen_; t < padded_; t++) row[t] = 0;
-    for (int64_t t = 0; t < padded_; t += kLanes) totals += load<Floats>(row + t);
-    const float share = 1.0f / sum(totals);
-    for (int64_t t = 0; t < padded_; t += kLanes) store(row + t, load<Floats>(row + t) * share);
-  }
-
-  template <int kHeads>
-  void add_values(int64_t g, float* out) const {
-    int64_t d = 0;
-    for (; d + 4 * kLanes <= dim_; d += 4 * kLanes) add_columns<kHeads, 4>(g, d, out + d);
-    for (; d < dim_; d += kLanes) add_columns<kHeads, 1>(g, d, out + d);
-  }
-
-  // Sums of all tokens stay in registers: enough of them that none waits for the one before.
-  template <int kHeads, int kVectors>
-  void add_columns(int64_t g, int64_t d, float* out) const {
-    Floats acc[kHeads][kVectors] = {};
-    for (int64_t t = 0; t < seen_; t++) {
-      if (t + kLanes < seen_) fetch_early(op_.v_cache, t + kLanes, d, kVectors * kLanes);
-      const Value* value = (const Value*)op_.v_cache + places_[t] + d;
-      Floats weight[kHeads];
-      for (int h = 0; h < kHeads; h++) weight[h] = spread(scores_[(g + h) * padded_ + t]);
-      for (int i = 0; i < kVectors; i++) {
-        const Floats part = Cache::get(value + i * kLanes);
-        for (int h = 0; h < kHeads; h++) acc[h][i] += part * weight[h];
-      }
-    }
-    for (int h = 0; h < kHeads; h++)
-      for (int i = 0; i < kVectors; i++) store(out + h * dim_ + i * kLanes, acc[h][i]);
-  }
-
-  const Op& op_;
-  const int64_t first_seen_, seen_;
-  const int64_t padded_, group_, dim_;
-  float* scores_;          // [group][padded]
-  const int64_t* places_;  // [padded] of keys and values; those after the last token repeat it, with weight 0
-};
 
 // Queries of a chunk, block by block of keys (FlashAttention, arXiv 2205.14135). A vector holds one value of 16 rows, a row
 // being a query and one of the heads that share a key-value head: so no sum or maximum runs across a vector. A Block

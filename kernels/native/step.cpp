@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "decode_attention.h"
 #include "linear.h"
 #include "threads.h"
 #include "tile_attention.h"
@@ -125,14 +126,15 @@ void Walker::attend_all(const Op& op, Phase& phase) {
     attend_cached<Fp32Cache>(op, phase);
 }
 
-// A piece of work is a key-value head of a decode, or of a block of queries.
+// A piece of work is a key-value head of a block of queries or of a decode, but all heads of it if there are many.
 template <class Cache>
 void Walker::attend_cached(const Op& op, Phase& phase) {
-  const int64_t group = op.q_heads / op.kv_heads, per_block = QueryBlock<Cache>::queries(op);
+  const int64_t per_block = QueryBlock<Cache>::queries(op), heads = step_.sequences >= 4 * threads_ ? op.kv_heads : 1;
   int64_t* ends = own_.ends.at_least(step_.sequences);
   for (int64_t s = 0; s < step_.sequences; s++) {
     const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];
-    ends[s] = (s ? ends[s - 1] : 0) + (queries + per_block - 1) / per_block * op.kv_heads;
+    const int64_t pieces = queries > 1 ? (queries + per_block - 1) / per_block * op.kv_heads : op.kv_heads / heads;
+    ends[s] = (s ? ends[s - 1] : 0) + pieces;
   }
   phase.share(ends[step_.sequences - 1], 1, pulse_, [&](int64_t task) {
     const int64_t s = std::upper_bound(ends, ends + step_.sequences, task) - ends;
@@ -150,10 +152,10 @@ void Walker::attend_cached(const Op& op, Phase& phase) {
       QueryBlock<Cache>(op, step_, s, head, first, count, room).attend();
       return;
     }
-    const int64_t at = (first * op.kv_heads + head) * group * op.head_dim;
-    float* scores = own_.row.at_least(group * (kv_len + kLanes));
+    const int64_t at = (first * op.q_heads + head * (op.q_heads / op.kv_heads)) * op.head_dim;
+    float* room = own_.row.at_least(Query<Cache>::room(op, heads, kv_len));
     int64_t* places = own_.places.at_least(kv_len + kLanes);
-    Query<Cache>(op, step_, s, head, kv_len, scores, places).attend(op.in + at, op.out + at);
+    Query<Cache>(op, step_, s, head, heads, kv_len, room, places).attend(op.in + at, op.out + at);
   });
 }
 

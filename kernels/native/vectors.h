@@ -181,11 +181,6 @@ inline Ints dot4_wide(Ints acc, Ints w, int32_t a) { return dot4(acc, w, a); }
 #endif
 
 // acc + the products of the two bf16 values in each lane, summed.
-#if defined(__AVX512BF16__)
-constexpr bool kFastDot2 = true;
-#else
-constexpr bool kFastDot2 = false;
-#endif
 inline Floats dot2(Floats acc, Ints w, Ints a) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)a);

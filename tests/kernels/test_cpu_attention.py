@@ -92,7 +92,12 @@ def test_each_query_sees_its_window_with_capped_scores(
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_cache_in_bf16_costs_little_precision(softcap: float | None, native_ops: NativeOps) -> None:
-    """Also in blocks of queries that a tile unit multiplies: heads of a multiple of 32, several blocks of keys."""
-    shape = AttentionShape(Q_HEADS, KV_HEADS, 64, PAGE_SIZE, torch.bfloat16, None, softcap, (None, 20, 100))
-    check(lambda shape: NativeAttention(shape, native_ops), shape, [(60, 1), (70, 70), (300, 50)], 0.02)
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("pieces", [[(60, 1), (70, 70), (300, 50)], [(60, 1), (300, 1), (16, 1), (17, 1)]])
+def test_a_cache_in_bf16_costs_little_precision(
+    softcap: float | None, head_dim: int, pieces: list[tuple[int, int]], native_ops: NativeOps
+) -> None:
+    """Also in blocks of queries that a tile unit multiplies: heads of a multiple of 32, several blocks of keys. With
+    many decodes one thread has all heads of each."""
+    shape = AttentionShape(Q_HEADS, KV_HEADS, head_dim, PAGE_SIZE, torch.bfloat16, None, softcap, (None, 20, 100))
+    check(lambda shape: NativeAttention(shape, native_ops), shape, pieces, 0.02)
