@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 
 import httpx
@@ -28,6 +31,8 @@ _CLIENTS = 8
 # By default a closed loop sends so many conversations for each client, and an open one goes on for so many seconds.
 _ROUNDS = 4
 _SECONDS = 30
+# A server may take so long to load.
+_LOADING_S, _POLL_S = 600.0, 0.25
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -37,6 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.prompts and options.turns > 1:
         raise ConfigError("--turns does not go with --prompts, whose entries have one turn each; leave out one of them")
     target = Target(base_url(options.url), options.api_key)
+    _wait_until_ready(target)
     model = options.model or _first_model(target)
     # Its fields have flags of their names.
     workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
@@ -133,6 +139,24 @@ def build_parser() -> Parser:
     add("--json", type=output_file, metavar="FILE", help="write the figures there as well")
     add("--plot", type=output_file, metavar="FILE", help="draw them: .png, .svg or .pdf")
     return parser
+
+
+def _wait_until_ready(target: Target) -> None:
+    """While the server says at /health that it is there and not ready, as most do as long as they load."""
+    deadline, told = time.monotonic() + _LOADING_S, False
+    while True:
+        try:
+            answer = httpx.get(f"{target.url}/health", timeout=10, trust_env=False)
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return  # whoever needs the server will tell
+        if answer.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{target.url} is not ready after {_LOADING_S:.0f} s: {answer.text[:200]}")
+        if not told:
+            print(f"waiting until {target.url} is ready", file=sys.stderr, flush=True)
+        told = True
+        time.sleep(_POLL_S)
 
 
 def _first_model(target: Target) -> str:

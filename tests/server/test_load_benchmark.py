@@ -66,6 +66,16 @@ def test_client_processes_share_the_work(service: Service, tmp_path: Path) -> No
     assert summary["requests"] == 9 and len(set(sent(service, first))) == 9
 
 
+def test_a_server_that_loads_is_waited_for(service: Service, tmp_path: Path) -> None:
+    service.engine.phase = "loading"
+    service.wait_until(lambda: not service.frontend.health().ok)
+    timer = threading.Timer(0.5, setattr, (service.engine, "phase", "ready"))
+    timer.start()
+    summary = loads(service, tmp_path, "--clients=1", "--requests=1")["1 clients"]
+    timer.join()
+    assert summary["errors"] == 0
+
+
 def test_an_interrupt_ends_the_client_processes_too(service: Service, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("an answer that never comes {silent}")
