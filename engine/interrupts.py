@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class Interrupts:
@@ -25,9 +25,7 @@ class Interrupts:
             self._before = signal.signal(signal.SIGINT, self._keep)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._active:
             signal.signal(signal.SIGINT, self._before)
             if error is None:

@@ -43,14 +43,8 @@ class RecordedModel:
 
     def _record(self, ids: Tensor, ctx: ForwardContext, expected: Tensor) -> None:
         size = self._capacity
-        placeholder = ForwardContext(
-            ops=self._ops,
-            attention=self._attention,
-            positions=torch.zeros(size, dtype=torch.int32),
-            slots=torch.zeros(size, dtype=torch.int64),
-            k_caches=ctx.k_caches,
-            v_caches=ctx.v_caches,
-        )
+        positions, slots = torch.zeros(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+        placeholder = ForwardContext(self._ops, self._attention, positions, slots, ctx.k_caches, ctx.v_caches)
         with contextlib.suppress(NotRecordable), self._ops.recording(size) as program:
             self._hidden = self._model(torch.zeros(size, dtype=torch.int64), placeholder)
             self._program = program

@@ -97,7 +97,8 @@ class ModelRunner:
             table = self._page_table.tensor
             inputs = decode_inputs(rows, kv_lens, table, self._sampler.last_tokens, self._page_size)
             starts = torch.empty(0, dtype=torch.int32, device=self._device)
-            self._attention.plan(self._layout(len(rows), rows, kv_lens, starts, shared))
+            nothing = (_NOTHING, _NOTHING, _NOTHING)
+            self._attention.plan(self._layout(len(rows), (rows, kv_lens, starts), nothing, shared))
             ids, positions, slots = inputs
             hidden = self._model(ids, self._context(positions, slots))
             logits = self._model.logits(hidden, self._ops, self._graph_logits[: len(rows)])
@@ -189,34 +190,24 @@ class ModelRunner:
     def _layout_of(
         self, inputs: StepInputs[Tensor], num_decodes: int, host: StepInputs[Int32s] | None = None
     ) -> BatchLayout:
+        """Without ``host`` attention is planned on the device."""
         rule, tiles = self._attention.shared_prefixes, None
         if rule is not None and len(inputs.tiles):
             tiles = unpack_tiles(inputs.tiles, num_decodes, rule.tile_members)
-        return self._layout(num_decodes, inputs.rows, inputs.kv_lens, inputs.query_starts, tiles, host)
+        sequences = (inputs.rows, inputs.kv_lens, inputs.query_starts)
+        on_host = (host.rows, host.kv_lens, host.query_starts) if host else (_NOTHING, _NOTHING, _NOTHING)
+        return self._layout(num_decodes, sequences, on_host, tiles)
 
     def _layout(
         self,
         num_decodes: int,
-        rows: Tensor,
-        kv_lens: Tensor,
-        query_starts: Tensor,
+        sequences: tuple[Tensor, Tensor, Tensor],
+        on_host: tuple[Int32s, Int32s, Int32s],
         shared: SharedTiles | None,
-        host: StepInputs[Int32s] | None = None,
     ) -> BatchLayout:
-        """Without ``host`` attention is planned on the device."""
-        return BatchLayout(
-            num_decodes=num_decodes,
-            page_size=self._page_size,
-            rows=rows,
-            kv_lens=kv_lens,
-            query_starts=query_starts,
-            page_table=self._page_table.tensor,
-            rows_host=host.rows if host else _NOTHING,
-            kv_lens_host=host.kv_lens if host else _NOTHING,
-            query_starts_host=host.query_starts if host else _NOTHING,
-            page_table_host=self._page_table.host,
-            shared=shared,
-        )
+        """``sequences``: rows, KV lengths and query starts."""
+        table = self._page_table
+        return BatchLayout(num_decodes, self._page_size, *sequences, table.tensor, *on_host, table.host, shared)
 
     def _forward(self, layout: BatchLayout, inputs: StepInputs[Tensor]) -> Tensor:
         """Final hidden states [T, H]."""
@@ -226,15 +217,8 @@ class ModelRunner:
         return self._model(ids, self._context(inputs.positions, inputs.slots.long()))
 
     def _context(self, positions: Tensor, slots: Tensor) -> ForwardContext:
-        return ForwardContext(
-            ops=self._ops,
-            attention=self._attention,
-            positions=positions,
-            slots=slots,
-            k_caches=self._k_caches,
-            v_caches=self._v_caches,
-            pulse=self._pulse,
-        )
+        caches = (self._k_caches, self._v_caches)
+        return ForwardContext(self._ops, self._attention, positions, slots, *caches, self._pulse)
 
     def _draw(self, hidden: Tensor, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Draw:
         """How to sample for the sequences that want it; ``inputs`` may be padded."""
