@@ -250,26 +250,17 @@ def decode(
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, WIDTH)
     spot = row[:, None] * D + dim[None, :]
-    k_head_ptr = k_ptr + head * D
-    v_head_ptr = v_ptr + head * D
+    k_ptr += head * D
+    v_ptr += head * D
     position = begin
     if PDL:
         # The plan may be read before the wait (see plan_decode); q and the newest keys may not.
         if PREFETCH and begin < end:
             first_kv_len = tl.load(kv_lens_ptr + seq)
             first_units = tl.load(unit_starts_ptr + seq) + start_units(first_kv_len, START_UNITS)
-            prefetch_first_block(
-                k_head_ptr,
-                v_head_ptr,
-                table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride,
-                _unseen(first_kv_len, WINDOW) + tl.maximum(begin - first_units, 0) * UNIT,
-                first_kv_len,
-                KV_HEADS * D,
-                D,
-                WIDTH,
-                PAGE,
-                BLOCK,
-            )
+            first_row_ptr = table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride
+            first = _unseen(first_kv_len, WINDOW) + tl.maximum(begin - first_units, 0) * UNIT
+            prefetch_first_block(k_ptr, v_ptr, first_row_ptr, first, first_kv_len, KV_HEADS * D, D, WIDTH, PAGE, BLOCK)
         gdc_wait()
     while position < end:
         seq_begin = tl.load(unit_starts_ptr + seq)
@@ -280,22 +271,11 @@ def decode(
         stop = tl.minimum(end, seq_end)
         group = (seq.to(tl.int64) * KV_HEADS + head) * GROUP * D
         q = tl.load(q_ptr + group + spot, mask=inside(row < GROUP, D, WIDTH), other=0.0)
+        row_ptr = table_ptr + table_row.to(tl.int64) * table_stride
+        here = _unseen(kv_len, WINDOW) + tl.maximum(position - tokens_begin, 0) * UNIT
+        until = tl.minimum(_unseen(kv_len, WINDOW) + (stop - tokens_begin) * UNIT, kv_len)
         acc, top, weight = attend(
-            q,
-            k_head_ptr,
-            v_head_ptr,
-            table_ptr + table_row.to(tl.int64) * table_stride,
-            _unseen(kv_len, WINDOW) + tl.maximum(position - tokens_begin, 0) * UNIT,
-            tl.minimum(_unseen(kv_len, WINDOW) + (stop - tokens_begin) * UNIT, kv_len),
-            scale,
-            KV_HEADS * D,
-            D,
-            WIDTH,
-            PAGE,
-            ROWS,
-            BLOCK,
-            STAGES,
-            SOFTCAP,
+            q, k_ptr, v_ptr, row_ptr, here, until, scale, KV_HEADS * D, D, WIDTH, PAGE, ROWS, BLOCK, STAGES, SOFTCAP
         )
         weight = tl.maximum(weight, 1e-30)
         result = acc / weight[:, None]

@@ -125,6 +125,8 @@ def decode_shared(
     end = tl.minimum(((piece + 1).to(tl.int64) * total // used).to(tl.int32), total)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, WIDTH)
+    k_ptr += head * D
+    v_ptr += head * D
     own_step = KV_HEADS * GROUP_ROWS
     prefix_step = KV_HEADS * ROWS
     if PDL:
@@ -135,18 +137,9 @@ def decode_shared(
             first_length = tl.load(lens_ptr + item)
             first_skipped = tl.where(item < num_seqs, first_kv_len - first_length, 0)
             first_units = tl.load(unit_starts_ptr + item) + start_units(first_length, START_UNITS)
-            prefetch_first_block(
-                k_ptr + head * D,
-                v_ptr + head * D,
-                table_ptr + tl.load(rows_ptr + first_seq).to(tl.int64) * table_stride,
-                first_skipped + tl.maximum(position - first_units, 0) * UNIT,
-                first_kv_len,
-                KV_HEADS * D,
-                D,
-                WIDTH,
-                PAGE,
-                BLOCK,
-            )
+            first_row_ptr = table_ptr + tl.load(rows_ptr + first_seq).to(tl.int64) * table_stride
+            first = first_skipped + tl.maximum(position - first_units, 0) * UNIT
+            prefetch_first_block(k_ptr, v_ptr, first_row_ptr, first, first_kv_len, KV_HEADS * D, D, WIDTH, PAGE, BLOCK)
         gdc_wait()
     while position < end:
         item_begin = tl.load(unit_starts_ptr + item)
@@ -163,22 +156,11 @@ def decode_shared(
         spot = (seq.to(tl.int64) * KV_HEADS + head) * GROUP + query
         spots = spot[:, None] * D + dim[None, :]
         q = tl.load(q_ptr + spots, mask=inside(exists, D, WIDTH), other=0.0)
+        row_ptr = table_ptr + tl.load(rows_ptr + any_seq).to(tl.int64) * table_stride
+        here = skipped + tl.maximum(position - tokens_begin, 0) * UNIT
+        until = skipped + tl.minimum((stop - tokens_begin) * UNIT, length)
         acc, top, weight = attend(
-            q,
-            k_ptr + head * D,
-            v_ptr + head * D,
-            table_ptr + tl.load(rows_ptr + any_seq).to(tl.int64) * table_stride,
-            skipped + tl.maximum(position - tokens_begin, 0) * UNIT,
-            skipped + tl.minimum((stop - tokens_begin) * UNIT, length),
-            scale,
-            KV_HEADS * D,
-            D,
-            WIDTH,
-            PAGE,
-            ROWS,
-            BLOCK,
-            STAGES,
-            SOFTCAP,
+            q, k_ptr, v_ptr, row_ptr, here, until, scale, KV_HEADS * D, D, WIDTH, PAGE, ROWS, BLOCK, STAGES, SOFTCAP
         )
         weight = tl.maximum(weight, 1e-30)
         result = acc / weight[:, None]
@@ -216,12 +198,14 @@ def decode_shared(
                 )
                 own_first, own_parts = _parts_of(unit_starts_ptr, lens_ptr, seq, complete, total, used, START_UNITS)
                 slot_row = places % MEMBERS * GROUP + query
+                prefix_at = prefix_lines + (tile + prefix_first) * prefix_step + head * ROWS + slot_row
+                own_at = (seq + own_first) * own_step + head * GROUP_ROWS + query
                 merged = _merge_rows(
                     part_out_ptr,
                     part_lse_ptr,
-                    prefix_lines + (tile + prefix_first) * prefix_step + head * ROWS + slot_row,
+                    prefix_at,
                     prefix_parts,
-                    (seq + own_first) * own_step + head * GROUP_ROWS + query,
+                    own_at,
                     own_parts,
                     prefix_step,
                     own_step,
