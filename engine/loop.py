@@ -150,5 +150,5 @@ class EngineLoop:
 
     def _status(self) -> EngineStatus:
         stats = self._scheduler.stats()
-        waiting = stats.waiting + self._intake.num_compiling
-        return msgspec.structs.replace(self._ready, stats=msgspec.structs.replace(stats, waiting=waiting))
+        stats.waiting += self._intake.num_compiling
+        return msgspec.structs.replace(self._ready, stats=stats)

@@ -8,6 +8,7 @@ with a ``finish`` or a ``Rejected``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -146,7 +147,8 @@ class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
     """A message from this frontend was damaged beyond telling which request it was about."""
 
 
-class Counters(msgspec.Struct):
+@dataclass(slots=True)
+class Counters:
     """Since start; tokens where the name says so, else requests or steps. Generated tokens include forced ones, which a
     grammar left no choice about."""
 
@@ -162,6 +164,7 @@ class Counters(msgspec.Struct):
     retracted: int = 0
 
 
+@dataclass(slots=True)
 class EngineStats(Counters):
     """Also gauges, and what the cache has counted."""
 

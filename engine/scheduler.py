@@ -9,9 +9,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-import msgspec
 import numpy as np
 
 from radixserve.configs.schema import SchedulerOptions
@@ -177,7 +176,7 @@ class Scheduler:
             kv_free_tokens=cache.free_tokens,
             kv_evictable_tokens=cache.evictable_tokens,
             evicted_tokens=cache.evicted_tokens,
-            **msgspec.structs.asdict(self._outbox.counters),
+            **asdict(self._outbox.counters),
         )
 
     def flush_cache(self) -> int:
