@@ -6,6 +6,7 @@ FlashInfer and Triton on CUDA; chosen in ``select.py`` only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -214,30 +215,14 @@ def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Norm)
     return ops.add_rms_norm(pending, stream, norm)
 
 
-class DecodeInputs(Protocol):
-    """What a step of decodes alone needs before its first layer, found on the device, so that a graph may hold it."""
+# What a step of decodes alone needs before its first layer, found on the device, so that a graph may hold it. It gets
+# rows and kv_lens int32 [S], page_table int32 [max_rows, max_pages], last_tokens int64 by row, and the page size; it
+# gives ids int64, positions int32 and slots int64, [S] each. A kv_len of 0 is padding: position 0, slot -1.
+DecodeInputs = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
-    def __call__(
-        self, rows: Tensor, kv_lens: Tensor, page_table: Tensor, last_tokens: Tensor, page_size: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """rows, kv_lens int32 [S], page_table int32 [max_rows, max_pages], last_tokens int64 by row. Returns ids int64,
-        positions int32 and slots int64, [S] each. A kv_len of 0 is padding: position 0, slot -1."""
-        ...
-
-
-class DrawKernel(Protocol):
-    """Chooses tokens on the device in one pass, so that a CUDA graph may hold it."""
-
-    def __call__(
-        self,
-        logits: Tensor,  # [S, vocab]
-        rows: Tensor,  # int32 [S]
-        floats: Tensor,  # fp32 [max_rows, 3 or more]: temperature (0 is greedy), top-p, min-p
-        ints: Tensor,  # int64 [max_rows, 2]: seed, top-k (vocab: all)
-        num_known: Tensor,  # int32 [S]: tokens before the one to choose
-        last_tokens: Tensor,  # int64 by row, gets the tokens
-    ) -> Tensor:
-        """int32 [2, S]: token ids, then 1 where logits were not finite (the token is 0 there). A draw depends on the
-        row's logits, rules, seed and number of known tokens only. Tokens of equal logits stay together: a filter keeps
-        all or none of them."""
-        ...
+# Chooses tokens on the device in one pass, so that a CUDA graph may hold it. It gets logits [S, vocab]; rows int32 [S];
+# fp32 [max_rows, 3 or more]: temperature (0 is greedy), top-p, min-p; int64 [max_rows, 2]: seed, top-k (vocab: all);
+# int32 [S]: tokens before the one to choose; and the last tokens, int64 by row, where it puts the new ones. It gives
+# int32 [2, S]: token ids, then 1 where logits were not finite (the token is 0 there). A draw depends on the row's
+# logits, rules, seed and number of known tokens only. Tokens of equal logits stay together: a filter keeps all or none.
+DrawKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

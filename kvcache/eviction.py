@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Protocol
+
+from radixserve.kvcache.node import Node
 
 
 class EvictionOrder(Protocol):
-    """Orders the unprotected nodes of a tree. Nodes are opaque but for ``node.uses``, the lookups they served.
+    """Orders the unprotected nodes of a tree. Only ``node.uses`` counts, the lookups they served.
 
     The tree reports a path from its deepest node up to the root, and a node never serves more lookups than the nodes
     above it. So an order that puts the last reported behind its equals names a node only after all nodes below it: its
@@ -16,27 +18,27 @@ class EvictionOrder(Protocol):
     """
 
     @property
-    def nodes(self) -> Collection[Any]:
+    def nodes(self) -> Collection[Node]:
         """All nodes in the order, for checks."""
         ...
 
-    def add(self, node: Any) -> None:
+    def add(self, node: Node) -> None:
         """``node`` is new, or lost its last lock."""
         ...
 
-    def remove(self, node: Any) -> None:
+    def remove(self, node: Node) -> None:
         """``node`` was locked, or left the tree."""
         ...
 
-    def use(self, node: Any) -> None:
+    def use(self, node: Node) -> None:
         """A lookup went through ``node``; ``node.uses`` has just grown by one."""
         ...
 
-    def renew(self, node: Any) -> None:
+    def renew(self, node: Node) -> None:
         """``node`` got new nodes below it: it must come after them."""
         ...
 
-    def victim(self) -> Any:
+    def victim(self) -> Node:
         """The node to give up next; the order must not be empty."""
         ...
 
@@ -45,28 +47,28 @@ class LruOrder:
     """Least recently used first. Every report moves one node to the end of a linked list, in constant time."""
 
     def __init__(self) -> None:
-        self.nodes: OrderedDict[Any, None] = OrderedDict()
+        self.nodes: OrderedDict[Node, None] = OrderedDict()
 
-    def add(self, node: Any) -> None:
+    def add(self, node: Node) -> None:
         self.nodes[node] = None
 
-    def remove(self, node: Any) -> None:
+    def remove(self, node: Node) -> None:
         del self.nodes[node]
 
-    def use(self, node: Any) -> None:
+    def use(self, node: Node) -> None:
         self.nodes.move_to_end(node)
 
-    def renew(self, node: Any) -> None:
+    def renew(self, node: Node) -> None:
         self.nodes.move_to_end(node)
 
-    def victim(self) -> Any:
+    def victim(self) -> Node:
         return next(iter(self.nodes))
 
 
 class FifoOrder(LruOrder):
     """What came first goes first: lookups change nothing."""
 
-    def use(self, node: Any) -> None:
+    def use(self, node: Node) -> None:
         pass
 
 
@@ -78,29 +80,29 @@ class LfuOrder:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[int, OrderedDict[Any, None]] = {}  # by bits of ``uses``; none of them is empty
+        self._groups: dict[int, OrderedDict[Node, None]] = {}  # by bits of ``uses``; none of them is empty
 
     @property
-    def nodes(self) -> list[Any]:
+    def nodes(self) -> list[Node]:
         return [node for group in self._groups.values() for node in group]
 
-    def add(self, node: Any) -> None:
+    def add(self, node: Node) -> None:
         self._groups.setdefault(node.uses.bit_length(), OrderedDict())[node] = None
 
-    def remove(self, node: Any) -> None:
+    def remove(self, node: Node) -> None:
         self._remove(node, node.uses.bit_length())
 
-    def use(self, node: Any) -> None:
+    def use(self, node: Node) -> None:
         self._remove(node, (node.uses - 1).bit_length())
         self.add(node)
 
-    def renew(self, node: Any) -> None:
+    def renew(self, node: Node) -> None:
         self._groups[node.uses.bit_length()].move_to_end(node)
 
-    def victim(self) -> Any:
+    def victim(self) -> Node:
         return next(iter(self._groups[min(self._groups)]))
 
-    def _remove(self, node: Any, bits: int) -> None:
+    def _remove(self, node: Node, bits: int) -> None:
         group = self._groups[bits]
         del group[node]
         if not group:

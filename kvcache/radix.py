@@ -12,31 +12,12 @@ import numpy as np
 from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s
 from radixserve.kvcache.compare import common_pages
 from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
+from radixserve.kvcache.node import Node
 from radixserve.kvcache.watch import TreeWatch
 
 _INT32 = np.dtype(np.int32)
 _TOKEN_BYTES = _INT32.itemsize
 _NO_TEXT = memoryview(b"")
-
-
-class _Node:
-    """One segment of the tree: ``text[start:]`` (int32 ids as bytes) lies on ``pages``; ``branch`` is its key above.
-
-    ``locks`` counts the locked handles that end here or below, so it never grows towards the leaves; ``uses`` counts
-    the lookups that came through.
-    """
-
-    __slots__ = ("branch", "children", "locks", "pages", "parent", "start", "text", "uses")
-
-    def __init__(self, parent: _Node | None, branch: bytes, text: bytes, pages: Int32s):
-        self.parent = parent
-        self.branch = branch
-        self.text = text
-        self.start = 0
-        self.pages = pages
-        self.children: dict[bytes, _Node] = {}
-        self.locks = 0
-        self.uses = 0
 
 
 class RadixPrefixCache:
@@ -49,7 +30,7 @@ class RadixPrefixCache:
     def __init__(self, page_size: int, eviction_policy: str = "lru"):
         self.page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._root = _Node(None, b"", b"", NOTHING)
+        self._root = Node(None, b"", b"", NOTHING)
         self._order: EvictionOrder = EVICTION_ORDERS[eviction_policy]()
         self._evictable_pages = 0
         self._protected_pages = 0
@@ -80,7 +61,7 @@ class RadixPrefixCache:
         return (matched + shared) // _TOKEN_BYTES
 
     def lock(self, handle: Handle) -> None:
-        node: _Node = handle.node
+        node: Node = handle.node
         while node.parent is not None:
             if node.locks == 0:
                 self._order.remove(node)
@@ -93,7 +74,7 @@ class RadixPrefixCache:
             self._watch.locked(handle.node)
 
     def unlock(self, handle: Handle) -> None:
-        node: _Node = handle.node
+        node: Node = handle.node
         while node.parent is not None:
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
@@ -107,7 +88,7 @@ class RadixPrefixCache:
 
     def pages(self, handle: Handle) -> Int32s:
         segments = [NOTHING]
-        node: _Node = handle.node
+        node: Node = handle.node
         while node.parent is not None:
             segments.append(node.pages)
             node = node.parent
@@ -130,7 +111,7 @@ class RadixPrefixCache:
         missing = min(num_pages, self._evictable_pages)
         self._evictable_pages -= missing
         while missing > 0:
-            leaf: _Node = self._order.victim()
+            leaf: Node = self._order.victim()
             assert not leaf.children and leaf.parent is not None, "an eviction order named an inner node"
             kept = max(len(leaf.pages) - missing, 0)
             freed.append(leaf.pages[kept:])
@@ -183,7 +164,7 @@ class RadixPrefixCache:
         num_pages = len(token_ids) // self.page_size
         return token_ids.data.cast("B")[: num_pages * self._page_bytes] if num_pages else _NO_TEXT
 
-    def _walk(self, query: memoryview, namespace: str) -> tuple[_Node, int, _Node | None, int]:
+    def _walk(self, query: memoryview, namespace: str) -> tuple[Node, int, Node | None, int]:
         """Follow ``query`` (whole pages) from the root. Returns the last node that matches to its end and the bytes
         matched up to there, then the child inside which the match ends, or None, and the bytes shared with that.
         """
@@ -201,7 +182,7 @@ class RadixPrefixCache:
             child = node.children.get(bytes(query[matched : matched + page_bytes]))
         return node, matched, None, 0
 
-    def _split(self, lower: _Node, upper_bytes: int) -> _Node:
+    def _split(self, lower: Node, upper_bytes: int) -> Node:
         """Cut the first ``upper_bytes`` off ``lower`` into a new parent.
 
         Handles that end at ``lower`` stay right, as it keeps its end; the new node inherits their locks, as each of
@@ -210,7 +191,7 @@ class RadixPrefixCache:
         """
         parent, num_pages, middle = lower.parent, upper_bytes // self._page_bytes, lower.start + upper_bytes
         assert parent is not None
-        upper = _Node(parent, lower.branch, lower.text[lower.start : middle], lower.pages[:num_pages].copy())
+        upper = Node(parent, lower.branch, lower.text[lower.start : middle], lower.pages[:num_pages].copy())
         upper.locks, upper.uses = lower.locks, lower.uses
         parent.children[upper.branch] = upper
         lower.parent, lower.start, lower.pages = upper, middle, lower.pages[num_pages:]
@@ -222,12 +203,12 @@ class RadixPrefixCache:
             self._watch.split(upper, lower)
         return upper
 
-    def _add_leaf(self, parent: _Node, query: memoryview, start: int, pages: Int32s, namespace: str) -> _Node:
+    def _add_leaf(self, parent: Node, query: memoryview, start: int, pages: Int32s, namespace: str) -> Node:
         branch = bytes(query[start : start + self._page_bytes])
         if parent is self._root:
             branch = namespace.encode() + branch
         # The pages are copied: callers pass a part of their page table, which changes.
-        leaf = _Node(parent, branch, bytes(query[start:]), pages[start // self._page_bytes :].copy())
+        leaf = Node(parent, branch, bytes(query[start:]), pages[start // self._page_bytes :].copy())
         parent.children[branch] = leaf
         self._order.add(leaf)
         self._evictable_pages += len(leaf.pages)
@@ -235,13 +216,13 @@ class RadixPrefixCache:
             self._watch.inserted(leaf)
         return leaf
 
-    def _renew(self, node: _Node) -> None:
+    def _renew(self, node: Node) -> None:
         while node.parent is not None:
             if node.locks == 0:
                 self._order.renew(node)
             node = node.parent
 
-    def _nodes(self) -> list[_Node]:
+    def _nodes(self) -> list[Node]:
         """All nodes, the root first."""
         nodes = [self._root]
         for node in nodes:

@@ -9,32 +9,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from radixserve.kvcache.node import Node
 
 MAX_NODES = 240
 MAX_EVENTS = 400  # between two calls of ``take``; with more of them the picture is told anew instead
 HEAD_TOKENS, TAIL_TOKENS = 48, 16  # of a segment
 _ROOT_ID = 0
-
-
-class Node(Protocol):
-    """A node of the tree, for readers: int32 ids as bytes, ``text[start:]``, lie on ``pages``."""
-
-    @property
-    def parent(self) -> Node | None: ...
-    @property
-    def children(self) -> Mapping[bytes, Node]: ...
-    @property
-    def text(self) -> bytes: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def pages(self) -> Sized: ...
-    @property
-    def locks(self) -> int: ...
-    @property
-    def uses(self) -> int: ...
 
 
 class SeenNode(NamedTuple):
@@ -161,7 +144,7 @@ class TreeWatch:
                 chosen.update(dict.fromkeys(path))
         pending = [self._root]
         for node in pending:
-            newest = itertools.islice(reversed(node.children.values()), MAX_NODES)  # type: ignore[call-overload]
+            newest = itertools.islice(reversed(node.children.values()), MAX_NODES)
             for child in newest:
                 if len(chosen) < MAX_NODES or child in chosen:
                     chosen[child] = None
