@@ -1,1 +1,1 @@
-"""One short file for each family of models: what its configuration says differently. No torch."""
+"""What the configuration of each family of models says differently, in short files. No torch."""

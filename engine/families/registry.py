@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from radixserve.engine.families.base import Family
 from radixserve.engine.families.gemma import GEMMA2, GEMMA3
-from radixserve.engine.families.llama import LLAMA
-from radixserve.engine.families.mistral import MISTRAL
+from radixserve.engine.families.llama import LLAMA, MISTRAL, PHI3
 from radixserve.engine.families.mixtral import MIXTRAL
-from radixserve.engine.families.phi3 import PHI3
 from radixserve.engine.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from radixserve.engine.families.smollm3 import SMOLLM3
 
