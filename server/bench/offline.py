@@ -7,6 +7,7 @@ out, temperature 0.6. Options of ``radixserve serve`` are understood as well.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Sequence
 
@@ -43,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         for number in range(options.rounds):
             prompts = [random_ids(rng, length) for length in prompt_lens]
             start = time.perf_counter()
-            done = llm.generate(prompts, rules)
+            done = llm.generate(prompts, rules, show_progress=sys.stderr.isatty())
             seconds.append(time.perf_counter() - start)
             assert [len(completion.token_ids) for completion in done] == output_lens, "a request ended early"
             print(f"  round {number + 1}: {seconds[-1]:.3f} s, {sum(output_lens) / seconds[-1]:,.0f} tokens/s")

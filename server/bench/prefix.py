@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -90,7 +91,7 @@ def _measure(engine: dict[str, Any], options: argparse.Namespace) -> _Measured:
         for number in range(options.rounds):
             prompts = _prompts(options, rng)
             began = time.perf_counter()
-            done = llm.generate(prompts, rule)
+            done = llm.generate(prompts, rule, show_progress=sys.stderr.isatty())
             seconds = time.perf_counter() - began
             ttfts = sorted(1e3 * completion.ttft_s for completion in done)
             all_ttfts += ttfts
