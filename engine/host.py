@@ -1,9 +1,11 @@
-"""What this process may use of the machine: cores and memory, control groups included. Written for Linux."""
+"""What this process may use of the machine: cores, memory and files, control groups included. Written for Linux."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,13 @@ def usable_cores() -> int:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for group in _groups("cpu") if (quota := _core_quota(group)) is not None]
     return max(1, min([affinity, *map(math.ceil, quotas)]))
+
+
+def raise_file_limit() -> None:
+    """Let us and our children, who inherit it, open all files we may: each connection is one, and shells set 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a system that promises more than it gives
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def has_gpu() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from radixserve.configs.schema import ServeConfig
-from radixserve.engine.host import has_gpu, usable_cores
+from radixserve.engine.host import has_gpu, raise_file_limit, usable_cores
 from radixserve.engine.lifeline import EXIT_HOPELESS, IPC_VARIABLE, LISTEN_FD_VARIABLE, URL_VARIABLE
 from radixserve.engine.logs import announce
 from radixserve.server.children import STOP_SIGNALS, Child, RestartPolicy, describe_exit
@@ -54,7 +53,7 @@ class Commands:
 def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int:
     """Serve until a signal or a failure; returns the exit status. Raises ``ConfigError`` when the port is not ours."""
     _open_standard_streams()
-    _raise_file_limit()
+    raise_file_limit()
     num_workers = config.api_workers or default_api_workers(config, usable_cores(), gpu=has_gpu())
     config = config.model_copy(update={"api_workers": num_workers})
     with contextlib.ExitStack() as listening, runtime_folder() as folder, _signal_pipe() as signals:
@@ -89,13 +88,6 @@ def _open_standard_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR_FD:
         os.set_inheritable(fd, True)
     os.close(fd)
-
-
-def _raise_file_limit() -> None:
-    """Let us and the children, who inherit it, open all files we may: each connection is one, and shells set 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a system that promises more than it gives
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import uvloop
 
+from radixserve.engine.host import raise_file_limit
 from radixserve.server.bench.streaming import Answer, Connection, Target
 from radixserve.server.bench.workload import Conversation, Message, arrivals
 
@@ -105,6 +106,7 @@ class ClientRun:
 
 def run_load(load: Load, conversations: Sequence[Conversation]) -> list[ClientRun]:
     """Hold all ``conversations`` and wait for them; errors of single requests are samples, not exceptions."""
+    raise_file_limit()
     pace = load.pace
     processes = min(load.processes, len(conversations))
     if isinstance(pace, ClosedLoop):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import statistics
 import threading
@@ -73,6 +74,18 @@ def test_a_server_that_loads_is_waited_for(service: Service, tmp_path: Path) -> 
     timer.start()
     summary = loads(service, tmp_path, "--clients=1", "--requests=1")["1 clients"]
     timer.join()
+    assert summary["errors"] == 0
+
+
+def test_more_clients_than_a_shell_allows_files(service: Service, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+    few = [fd for fd in range(soft) if fd not in used][20]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        summary = loads(service, tmp_path, "--clients=30", "--requests=30")["30 clients"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert summary["errors"] == 0
 
 
