@@ -19,7 +19,15 @@ from torch import Tensor
 
 from radixserve.engine.step import Int32s, StepPlan
 from radixserve.engine.step_inputs import PaddedSize, StepInputs, pad, upload
-from radixserve.kernels.shared_prefix import NO_GROUPS, PrefixGroups, SharedTiles, pack_tiles, packed_size, unpack_tiles
+from radixserve.kernels.shared_prefix import (
+    NO_GROUPS,
+    PrefixGroups,
+    SharedTiles,
+    aligned,
+    pack_tiles,
+    packed_size,
+    unpack_tiles,
+)
 
 # rows int32 [S], kv_lens int32 [S], prefixes to read together -> a tensor. Reads no device value on the host. A kv_len
 # of 0 marks padding, whose row is the padding row.
@@ -38,8 +46,6 @@ _MAX_CONTEXT = 8192
 # The host launches longer steps one kernel at a time as fast as the device runs them.
 _MAX_TOKENS = 2048
 _TOKEN_COUNTS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_TOKENS)
-
-_ALIGNMENT = 4  # int32s: kernels are compiled for 16-byte aligned tensors, and compiled anew where one is not
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -155,7 +161,7 @@ class DecodeGraphs(_Graphs[DecodeStep]):
         return rows[:num_seqs], kv_lens[:num_seqs]
 
     def _input_size(self, size: int) -> int:
-        return 2 * _aligned(size) + (packed_size(size, self._tile_members) if self._tile_members else 0)
+        return 2 * aligned(size) + (packed_size(size, self._tile_members) if self._tile_members else 0)
 
     def _on_padding(self, size: int) -> Callable[[], Tensor]:
         self._send(size, _NOTHING, _NOTHING, None)
@@ -163,7 +169,7 @@ class DecodeGraphs(_Graphs[DecodeStep]):
 
     def _send(self, size: int, rows: Int32s, kv_lens: Int32s, groups: PrefixGroups | None) -> None:
         """Fill the inputs of a step of ``size`` decodes, in one copy."""
-        num_seqs, lens_at = len(rows), _aligned(size)
+        num_seqs, lens_at = len(rows), aligned(size)
         # From torch's cache of pinned memory, where it returns once the copy has run.
         packed = torch.empty(self._input_size(size), dtype=torch.int32, pin_memory=True)
         host = packed.numpy()
@@ -174,7 +180,7 @@ class DecodeGraphs(_Graphs[DecodeStep]):
         self._buffer[: len(packed)].copy_(packed, non_blocking=True)
 
     def _views(self, size: int) -> tuple[Tensor, Tensor, SharedTiles | None]:
-        lens_at, end, tiles = _aligned(size), self._input_size(size), None
+        lens_at, end, tiles = aligned(size), self._input_size(size), None
         if self._tile_members:
             tiles = unpack_tiles(self._buffer[2 * lens_at : end], size, self._tile_members)
         return self._buffer[:size], self._buffer[lens_at : lens_at + size], tiles
@@ -199,7 +205,7 @@ class MixedGraphs(_Graphs[MixedStep]):
         return inputs, self._replay(size)
 
     def _input_size(self, size: int) -> int:
-        return sum(_aligned(len(array)) for array in self._padded(_IDLE, 0, size, None))
+        return sum(aligned(len(array)) for array in self._padded(_IDLE, 0, size, None))
 
     def _on_padding(self, size: int) -> Callable[[], Tensor]:
         inputs = upload(self._padded(_IDLE, 0, size, None), self._device, self._buffer)
@@ -217,7 +223,3 @@ class MixedGraphs(_Graphs[MixedStep]):
 
     def _room(self, size: int) -> PaddedSize:
         return PaddedSize(size, min(size, self._max_rows), min(size, _MAX_CHUNKS))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from radixserve.engine.step import Int32s, StepPlan
 from radixserve.engine.transfer import to_device
+from radixserve.kernels.shared_prefix import aligned
 
 
 class PageTable:
@@ -122,7 +123,7 @@ def pad(host: StepInputs[Int32s], num_decodes: int, size: PaddedSize) -> StepInp
 def upload(host: StepInputs[Int32s], device: torch.device, into: Tensor | None = None) -> StepInputs[Tensor]:
     """One copy (``into`` a buffer, if given); the results are views of it, each aligned to 16 bytes: kernels are
     compiled for aligned tensors, and compiled anew where one is not."""
-    starts = np.concatenate(([0], np.cumsum([-(-len(array) // 4) * 4 for array in host])))
+    starts = np.concatenate(([0], np.cumsum([aligned(len(array)) for array in host])))
     packed = np.zeros(starts[-1], np.int32)
     for start, array in zip(starts[:-1], host, strict=True):
         packed[start : start + len(array)] = array

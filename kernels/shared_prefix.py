@@ -14,8 +14,6 @@ from torch import Tensor
 
 Int32s = NDArray[np.int32]
 
-_ALIGNMENT = 4  # int32s: kernels are compiled for 16-byte aligned tensors, and compiled anew where one is not
-
 
 class PrefixGroups(NamedTuple):
     """Decodes of a step that begin with the same pages: ``members[starts[g]:starts[g + 1]]``, two or more, have
@@ -49,9 +47,7 @@ class SharedPrefixRule:
 class SharedTiles(NamedTuple):
     """int32. S decodes, and T = S // 2 tiles of M members, of which the first are in use."""
 
-    lens: (
-        Tensor  # [S + T]: KV tokens of each decode behind its shared prefix, then of each tile's prefix; 0: not in use
-    )
+    lens: Tensor  # [S + T]: KV tokens of each decode behind its shared prefix, then of each tile's; 0: not in use
     places: Tensor  # [S]: tile * M + place of each decode, or -1
     members: Tensor  # [T, M]: the decodes of each tile, -1 behind them
 
@@ -97,9 +93,15 @@ def unpack_tiles(packed: Tensor, num_seqs: int, tile_members: int) -> SharedTile
     return SharedTiles(packed[: num_seqs + num_tiles], packed[places_at : places_at + num_seqs], members)
 
 
+def aligned(size: int) -> int:
+    """int32s up to where the next of several arrays in one tensor may begin: kernels are compiled for 16-byte aligned
+    tensors, and compiled anew where one is not."""
+    return -(-size // 4) * 4
+
+
 def _offsets(num_seqs: int, tile_members: int) -> tuple[int, int, int]:
     """Where the second and third array begin, and where that ends."""
     num_tiles = num_seqs // 2
-    ends = np.cumsum([-(-size // _ALIGNMENT) for size in (num_seqs + num_tiles, num_seqs, num_tiles * tile_members)])
-    places_at, members_at, end = (ends * _ALIGNMENT).tolist()
-    return places_at, members_at, end
+    places_at = aligned(num_seqs + num_tiles)
+    members_at = places_at + aligned(num_seqs)
+    return places_at, members_at, members_at + aligned(num_tiles * tile_members)

@@ -120,12 +120,8 @@ class TorchAttention:
     def _plan_long(self, layout: BatchLayout, sequence: int, seen: int) -> _DecodeGroup:
         kv_len = layout.kv_lens_host[sequence]
         positions = np.arange(kv_len - seen, kv_len)
-        return _DecodeGroup(
-            queries=slice(sequence, sequence + 1),
-            slots=self._to_device(_slots(layout, layout.rows_host[sequence], positions)),
-            mask=None,
-            num_sequences=1,
-        )
+        slots = self._to_device(_slots(layout, layout.rows_host[sequence], positions))
+        return _DecodeGroup(slice(sequence, sequence + 1), slots, mask=None, num_sequences=1)
 
     def _plan_shared(
         self, layout: BatchLayout, sequences: NDArray[np.intp], seen: NDArray[np.int32], length: int
@@ -133,12 +129,9 @@ class TorchAttention:
         # Padding reads the sequence's own last token: never another request's values, finite or not.
         unseen = layout.kv_lens_host[sequences, None] - seen
         positions = unseen + np.minimum(np.arange(length), seen - 1)
-        return _DecodeGroup(
-            queries=self._to_device(sequences),
-            slots=self._to_device(_slots(layout, layout.rows_host[sequences, None], positions).reshape(-1)),
-            mask=self._mask(np.arange(length) < seen)[:, None, None],
-            num_sequences=len(sequences),
-        )
+        slots = self._to_device(_slots(layout, layout.rows_host[sequences, None], positions).reshape(-1))
+        mask = self._mask(np.arange(length) < seen)[:, None, None]
+        return _DecodeGroup(self._to_device(sequences), slots, mask, num_sequences=len(sequences))
 
     def _plan_chunk(self, layout: BatchLayout, sequence: int, window: int | None) -> _Chunk:
         first, last = (int(start) for start in layout.query_starts_host[sequence : sequence + 2])
@@ -147,12 +140,9 @@ class TorchAttention:
         window = min(window or kv_len, kv_len)
         positions = np.arange(max(0, first_query - window + 1), kv_len)
         is_plain = first_query == 0 and window == kv_len and self._shape.softcap is None
-        return _Chunk(
-            first=first,
-            last=last,
-            slots=self._to_device(_slots(layout, layout.rows_host[sequence], positions)),
-            mask=None if is_plain else self._mask(_visible(np.arange(first_query, kv_len), positions, window)),
-        )
+        slots = self._to_device(_slots(layout, layout.rows_host[sequence], positions))
+        mask = None if is_plain else self._mask(_visible(np.arange(first_query, kv_len), positions, window))
+        return _Chunk(first, last, slots, mask)
 
     def _decode(self, group: _DecodeGroup, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Query heads that share a key-value head stand in for the query positions of one head."""
@@ -184,9 +174,8 @@ class TorchAttention:
         is what torch's fused attention does on the CPU, but that keeps these to itself."""
         k, v = self._gather(group, keys), self._gather(group, values)
         mask, scale = group.mask, self._shape.scale
-        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=mask, scale=scale
-        )
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        found: tuple[Tensor, Tensor] = attend(q, k, v, attn_mask=mask, scale=scale)
         return found
 
     def _gather(self, group: _DecodeGroup, cache: Tensor) -> Tensor:
