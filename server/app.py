@@ -29,7 +29,6 @@ from radixserve.server.request_log import RequestLine
 from radixserve.server.routes import generate, metrics, operation, page, text
 from radixserve.server.routes.common import IGNORED_HEADER
 from radixserve.server.tracing import RequestSpan, TraceParents, tracer_from
-from radixserve.server.watchers import Watchers
 
 _BODIES = (
     ChatRequest,
@@ -73,7 +72,7 @@ def build_app(config: ServeConfig, engine_address: str) -> FastAPI:
     app.router.routes[:0] = [r for part in _PARTS for r in part.router.routes]
     keys = read_api_keys(config)
     if config.page != "off":
-        app.router.routes += page.routes(Watchers(frontend), config, keys)
+        app.router.routes += page.routes(frontend, config, keys)
     _add_layers(app, config, keys)
     if tracer is not None:
         app.add_middleware(TraceParents)

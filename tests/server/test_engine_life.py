@@ -17,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.text.detokenizer import IncrementalDetokenizer
 from radixserve.server import engine_client
-from radixserve.server import engine_process as engine_process_module
 from radixserve.tests.server.byte_model import write_byte_model
 from radixserve.tests.server.clients import chunks_in
 from radixserve.tests.server.fake_engine import running_engine
@@ -162,7 +161,7 @@ def test_a_silent_engine_is_ended_by_the_watchdog_and_the_next_one_serves(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "TICK_S", 0.1)
-    monkeypatch.setattr(engine_process_module, "ABORT_GRACE_S", 0.3)
+    monkeypatch.setattr(engine_client, "ABORT_GRACE_S", 0.3)
     model = str(write_byte_model(folder / "model"))
     config = ServeConfig(model=model, load_format="dummy", health_timeout=0.5, watchdog_timeout=2)
     address = f"ipc://{folder}/engine"

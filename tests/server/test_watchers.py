@@ -14,7 +14,7 @@ import pytest
 
 from radixserve.engine.messages import Watch
 from radixserve.server.auth import EVENTS_PATH
-from radixserve.server.watchers import MAX_WATCHERS, TICK_S
+from radixserve.server.routes.page import MAX_WATCHERS, TICK_S
 from radixserve.tests.server.fake_engine import TREE_TEXT
 from radixserve.tests.server.service import Service, running_service
 
