@@ -53,9 +53,7 @@ def build_app(config: ServeConfig, engine_address: str) -> FastAPI:
     observers: list[Callable[[Submit], RequestObserver]] = [RequestLine] if config.log_requests else []
     if tracer is not None:
         observers.append(partial(RequestSpan, tracer))
-    client = EngineClient(
-        engine_address, config.health_timeout, config.watchdog_timeout, worker_numbers.numbers, observers
-    )
+    client = EngineClient(engine_address, config, worker_numbers.numbers, observers)
     frontend = Frontend(config, client, worker_numbers)
 
     @asynccontextmanager

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from radixserve.configs.schema import ServerOptions
 from radixserve.engine import messages
 from radixserve.engine.lifeline import is_alive
 from radixserve.server.choice import Choice
@@ -55,13 +56,11 @@ class EngineClient:
     def __init__(
         self,
         address: str,
-        health_timeout_s: float,
-        watchdog_s: float,
+        options: ServerOptions,
         numbers: Numbers,
         observers: Sequence[Callable[[messages.Submit], RequestObserver]] = (),
     ):
-        self._health_timeout_s = health_timeout_s
-        self._watchdog_s = watchdog_s
+        self._options = options
         self._uids = itertools.count(1)
         self._line = EngineSocket(address, self._on_message)
         self.requests = OpenRequests(self._line.send, numbers, observers)
@@ -94,7 +93,7 @@ class EngineClient:
         if self._process is not None and self._process.has_vanished:
             self._on_death()
         if self._process is not None and self.status is not None and self.status.phase == "ready":
-            self._process.on_silence(TICK_S, self._watchdog_s)
+            self._process.on_silence(TICK_S, self._options.watchdog_timeout)
         self._line.look_soon()
 
     # ---- requests ----
@@ -143,7 +142,7 @@ class EngineClient:
         if self.status is None:
             return Health("loading", "the engine is starting")
         silence_s = time.monotonic() - self._line.last_heard
-        if silence_s > self._health_timeout_s:
+        if silence_s > self._options.health_timeout:
             return Health("stuck", f"the engine has been silent for {silence_s:.0f} s")
         if self.status.phase == "loading":
             return Health("loading", self.status.detail or "the model is loading", self.status.progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from radixserve.engine.messages import Abort, FinishReason, Outputs, Rejected, Submit, ToEngine, TokenEvent
@@ -22,26 +23,21 @@ class _Open(NamedTuple):
     meter: RequestMeter
 
 
+@dataclass
 class OpenRequests:
     """Owns the choices and meters of open requests by uid. Each request leaves once: finished, failed or aborted."""
 
-    def __init__(
-        self,
-        send: Callable[[ToEngine], bool],
-        numbers: Numbers,
-        observers: Sequence[Callable[[Submit], RequestObserver]],
-    ):
-        self._send = send
-        self._numbers = numbers
-        self._observers = observers
-        self._open: dict[int, _Open] = {}
+    send: Callable[[ToEngine], bool]
+    numbers: Numbers
+    observers: Sequence[Callable[[Submit], RequestObserver]]
+    _open: dict[int, _Open] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, request: Submit, choice: Choice) -> None:
-        observers = [observe(request) for observe in self._observers]
-        meter = RequestMeter(self._numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, observers)
+        observers = [observe(request) for observe in self.observers]
+        meter = RequestMeter(self.numbers, len(request.prompt_ids) // TOKEN_ID_BYTES, observers)
         self._open[request.uid] = _Open(choice, meter)
 
     # ---- what the client wants ----
@@ -50,7 +46,7 @@ class OpenRequests:
         """The caller wants no more events of ``uid``; nothing happens if it has ended."""
         if (call := self._open.pop(uid, None)) is not None:
             call.meter.aborted()
-            self._send(Abort(uid))
+            self.send(Abort(uid))
 
     def complete(self, uid: int) -> None:
         """A stop string ended ``uid``, of which the engine knows nothing; nothing happens if it has ended."""

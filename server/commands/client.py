@@ -68,20 +68,20 @@ class Piece(NamedTuple):
     is_reasoning: bool = False
 
 
+@dataclass(frozen=True)
 class Client:
     """Asks one server for answers of one model. ``sampling``: fields of every request."""
 
-    def __init__(self, http: httpx.Client, model: str, sampling: Mapping[str, Any]) -> None:
-        self.model = model
-        self._http = http
-        self._sampling = sampling
+    http: httpx.Client
+    model: str
+    sampling: Mapping[str, Any]
 
     def stream(self, path: str, body: Mapping[str, Any], reply: Reply) -> Iterator[Piece]:
         """Pieces of the answer, none empty; leaving the iteration ends the request. Raises ``CallFailed``."""
         fields = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         start = time.monotonic()
         try:
-            with self._http.stream("POST", path, json={**fields, **self._sampling, **body}) as response:
+            with self.http.stream("POST", path, json={**fields, **self.sampling, **body}) as response:
                 if response.status_code != 200:
                     response.read()
                     raise CallFailed(_message(response))
@@ -91,7 +91,7 @@ class Client:
                     if piece.text:
                         yield piece
         except httpx.HTTPError as error:
-            raise CallFailed(f"the server at {self._http.base_url} cannot be reached: {error}") from error
+            raise CallFailed(f"the server at {self.http.base_url} cannot be reached: {error}") from error
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
