@@ -1,6 +1,7 @@
 """Sweeps of the decode kernels on one GPU: `python benchmarks/gpu_kernels.py attention|linear [--out FILE]`.
 
-Each candidate is compared with plain torch and timed in graph replays over more data than the L2 cache holds.
+Each candidate is compared with plain torch and timed in graph replays over more data than the L2 cache holds. Products
+are timed with the kernel that the library's product needs beside it: the activation, or the norm that sums its parts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gpu_timing import DEVICE, Job, attention_us, decode_layout, graph_us, preco
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.kernels import triton_linear
+from radixserve.kernels import cuda_ops, triton_linear, triton_ops
+from radixserve.kernels.interface import Norm
 from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 
 BF16 = torch.bfloat16
@@ -155,9 +157,9 @@ def launch(
     return "_matmul", (x, weight, added, out, m, shape.n, shape.k), options
 
 
-def sweep_linear(names: list[str]) -> list[Result]:
+def sweep_linear(names: list[str], batches: list[int]) -> list[Result]:
     jobs: dict[str, Job] = {}
-    for name, m in itertools.product(names, BATCHES):
+    for name, m in itertools.product(names, batches):
         for config in configs(SHAPES[name], m):
             kernel, args, options = launch(SHAPES[name], m, config, (BF16,) * 4)
             jobs[f"{kernel} {options}"] = (triton_linear.__name__, kernel, args, options)
@@ -165,7 +167,7 @@ def sweep_linear(names: list[str]) -> list[Result]:
     results = []
     for name in names:
         layer = LinearCase(SHAPES[name])
-        for m in BATCHES:
+        for m in batches:
             rows = [{"case": f"{name}, {m} tokens", **row} for row in layer.measure(m)]
             results += rows
             show(rows[0]["case"], rows)
@@ -180,6 +182,7 @@ class LinearCase:
         rows = shape.weights // shape.k
         copies = max(2, min(28, int(4 * L2_BYTES / (2 * shape.weights)) + 1))
         self.weights = [torch.randn(rows, shape.k, device=DEVICE, dtype=BF16) / shape.k**0.5 for _ in range(copies)]
+        self.norm = Norm(torch.ones(shape.n, device=DEVICE, dtype=BF16), 1e-6)
 
     def measure(self, m: int) -> list[Result]:
         shape = self.shape
@@ -190,11 +193,18 @@ class LinearCase:
         if shape.add:
             reference += added.float()
 
+        stream = added.clone()
+
         def library() -> None:
             for weight in self.weights:
-                F.linear(x, weight)
+                parts = cuda_ops.num_parts(m, weight) if shape.add else 1
+                product = F.linear(x, weight) if parts == 1 else cuda_ops.linear_in_parts(x, weight, parts)
+                if shape.gated:
+                    triton_ops.silu_mul(product, pdl=False)
+                if shape.add:
+                    triton_ops.rms_norm(product, self.norm, stream, pdl=False)
 
-        results = [{"us": graph_us(library, len(self.weights)), "config": "library, nothing fused", "error": 0.0}]
+        results = [{"us": graph_us(library, len(self.weights)), "config": "library", "error": 0.0}]
         for config in configs(shape, m):
             out = torch.full((m, shape.n), float("nan"), device=DEVICE, dtype=BF16)
             us = self.time(m, config, x, added, out)
@@ -207,6 +217,8 @@ class LinearCase:
                 kernel, args, options = launch(self.shape, m, config, (x, weight, added, out))
                 grid = (triton.cdiv(m, config.get("BLOCK_M", 1)), triton.cdiv(self.shape.n, options["BLOCK_N"]))
                 getattr(triton_linear, kernel)[grid[1:] if m == 1 else grid](*args, **options)
+                if self.shape.add and m > 1:  # of one token it is part of the next product
+                    triton_ops.rms_norm(out, self.norm, None, pdl=True)
 
         return graph_us(body, len(self.weights))
 
@@ -224,9 +236,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("attention", "linear"))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="tokens of products")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results = sweep_attention() if options.what == "attention" else sweep_linear(options.shapes)
+    results = sweep_attention() if options.what == "attention" else sweep_linear(options.shapes, options.batches)
     if options.out:
         options.out.write_text(json.dumps(results))
 

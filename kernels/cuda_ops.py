@@ -87,8 +87,8 @@ class CudaOps(TorchOps):
         if self._is_fused(weight, bias, len(y)):
             product = self._fused_linear(y, weight, residual=None if self._sums else stream)
             return (stream, product) if self._sums else (product, None)
-        if isinstance(weight, Tensor) and bias is None and (parts := _num_parts(len(y), weight)) > 1:
-            return stream, _linear_in_parts(y, weight, parts)
+        if isinstance(weight, Tensor) and bias is None and (parts := num_parts(len(y), weight)) > 1:
+            return stream, linear_in_parts(y, weight, parts)
         return stream, self.linear(y, weight, bias)
 
     def experts(
@@ -135,7 +135,7 @@ def empty_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device)
 
 
-def _num_parts(num_tokens: int, weight: Tensor) -> int:
+def num_parts(num_tokens: int, weight: Tensor) -> int:
     """Into how many parts a product that adds to the stream is cut along its inner dimension, so that its few columns
     keep all multiprocessors busy; as measured on an H200. The norm that follows sums them up."""
     out_features, in_features = weight.shape
@@ -144,7 +144,7 @@ def _num_parts(num_tokens: int, weight: Tensor) -> int:
     return 4 if num_tokens <= 64 or out_features <= 1024 else 2
 
 
-def _linear_in_parts(y: Tensor, weight: Tensor, parts: int) -> Tensor:
+def linear_in_parts(y: Tensor, weight: Tensor, parts: int) -> Tensor:
     """y [T, in] @ weight[out, in].T as parts [P, T, out] whose sum it is."""
     y_parts = y.view(y.shape[0], parts, -1).transpose(0, 1)
     return torch.bmm(y_parts, weight.view(weight.shape[0], parts, -1).permute(1, 2, 0))
