@@ -14,6 +14,7 @@ import torch
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.built import BuiltEngine
+from radixserve.engine.constraint import mask_words
 from radixserve.engine.decoder import CausalLM, Decoder
 from radixserve.engine.design import Design
 from radixserve.engine.errors import ConfigError
@@ -45,8 +46,8 @@ from radixserve.kernels.select import (
     makes_sums,
     select_attention,
     select_decode_inputs,
-    select_draw,
     select_ops,
+    select_sampling,
 )
 from radixserve.kvcache.manager import CacheManager
 from radixserve.kvcache.mha import KVShape, MHAKVCache
@@ -202,7 +203,7 @@ class _Parts:
             kv,
             attention,
             kernels.ops,
-            Sampler(sizes.max_num_seqs, self.design.spec.vocab_size, sizes.device, select_draw(sizes.device)),
+            Sampler(sizes.max_num_seqs, self.design.spec.vocab_size, sizes.device, select_sampling(sizes.device)),
             max_rows=sizes.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
             pulse=kernels.pulse,
@@ -279,7 +280,10 @@ class _Parts:
         setups = tuple(RowSetup(row, sampling, 0, ids, share, ()) for row in range(num_rows))
         chunks = tuple(PrefillChunk(row, ids, 0, True) for row in range(num_rows))
         nothing = np.zeros(0, np.int32)
-        runner.launch(StepPlan(0, setups, nothing, nothing, nothing, nothing, nothing, chunks)).result()
+        plan = StepPlan(0, setups, nothing, nothing, nothing, nothing, nothing, chunks, masked=(0,))
+        step = runner.launch(plan)
+        step.sample(np.full((1, mask_words(self.design.spec.vocab_size)), -1, np.int32))
+        step.result()
 
     def _captures(self, runner: ModelRunner) -> bool:
         # Torch's products must know on the host how many tokens an expert gets, which a graph rules out.

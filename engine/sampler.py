@@ -2,7 +2,7 @@
 
 A draw depends on (seed, number of tokens before it) and the request's own logits only: no state advances, so the batch,
 chunks and retraction do not change what a seed gives. On a CPU the two numbers are hashed to a uniform one, which
-inverts the cumulative distribution in vocabulary order; on a device that has one, a ``DrawKernel`` chooses.
+inverts the cumulative distribution in vocabulary order; on a device that has them, ``SamplingKernels`` choose.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import Int32s, RowSetup
 from radixserve.engine.token_counts import TokenCounts
 from radixserve.engine.transfer import to_device, to_host
-from radixserve.kernels.interface import DrawKernel
+from radixserve.kernels.interface import SamplingKernels
 
 # The largest probabilities looked at first to find the top-p set: sorting a vocabulary is slow.
 _TOP_P_HEAD = 256
-# What adjusts the logits of more rows works on so many at a time: of a whole step it would take gigabytes.
-_ROWS_AT_ONCE = 64
 # Below this, logits divided by it could overflow; it is greedy in effect.
 _MIN_TEMPERATURE = 1e-5
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -75,16 +73,16 @@ class Sampler:
     """Owns every row's last token and its sampling rules, on the device and (what decides which work is needed) on the
     host. The row after the last one is nobody's: a step that is padded to a certain size samples greedily for it."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, draw_kernel: DrawKernel | None = None):
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, kernels: SamplingKernels | None = None):
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._device = device
         self._vocab_size = vocab_size
-        self._draw_kernel = draw_kernel
+        self._kernels = kernels
         self._floats = torch.zeros(max_rows + 1, len(_FLOATS), device=device)
         self._seeds_top_ks = torch.zeros(max_rows + 1, 2, dtype=torch.int64, device=device)
-        self._counts = TokenCounts(max_rows, vocab_size, device)
+        self._counts = TokenCounts(max_rows, vocab_size, device, kernels)
         self._greedy = np.ones(max_rows, np.bool_)
-        self._plain = np.ones(max_rows, np.bool_)  # a draw kernel does it all, but for min_tokens
+        self._plain = np.ones(max_rows, np.bool_)  # the kernel that draws does it all, but for min_tokens
         self._penalized = np.zeros(max_rows, np.bool_)
         self._biased = np.zeros(max_rows, np.bool_)
         self._top_k = np.zeros(max_rows, np.int64)
@@ -118,30 +116,36 @@ class Sampler:
         return bool((self._plain[rows_host] & (num_known_host >= self._min_len[rows_host])).all())
 
     def draw_plain(self, logits: Tensor, rows: Tensor, num_known: Tensor) -> Tensor:
-        """Only with a draw kernel: ``sample`` for plain rows, [2, S] as in ``Sampled``. May be captured in a CUDA
-        graph."""
-        assert self._draw_kernel is not None
-        return self._draw_kernel(logits, rows, self._floats, self._seeds_top_ks, num_known, self.last_tokens)
+        """Only with kernels: ``sample`` for plain rows, [2, S] as in ``Sampled``. May be captured in a CUDA graph."""
+        assert self._kernels is not None
+        return self._kernels.draw(logits, rows, self._floats, self._seeds_top_ks, num_known, self.last_tokens)
 
     def sample(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> Sampled:
-        """Choose a token for each row of ``logits`` [S, vocab] fp32, which is not changed."""
-        adjusted = self._adjust(logits, batch, masks)
+        """Choose a token for each row of ``logits`` [S, vocab] fp32, which the rules may change in place."""
+        rows, rows_host = batch.rows, batch.rows_host
+        penalized = np.flatnonzero(self._penalized[rows_host])
+        wanting = np.flatnonzero(self._wants_logprobs[rows_host])
+        failed = None if self._kernels else ~logits.sum(dim=-1).isfinite()
+        listed = self._listed(batch, masks)
+        is_changed = len(penalized) or len(listed) or masks is not None
+        raw = logits.clone() if len(wanting) and is_changed else logits
+        if len(penalized):
+            self._counts.penalize(logits, rows, penalized, self._floats)
+        if len(listed):
+            self._add_biases(logits, batch, listed)
         if masks is not None:
-            adjusted = self._mask(logits.clone() if adjusted is logits else adjusted, masks)
-        if self._draw_kernel is None:
-            drawn = self._draw_on_cpu(adjusted, batch, failed=~logits.sum(dim=-1).isfinite())
+            self._mask(logits, masks)
+        if failed is None:
+            drawn = self.draw_plain(logits, rows, batch.num_known)
         else:
-            drawn = self.draw_plain(adjusted, batch.rows, batch.num_known)
-        tokens = drawn[0]
-        if len(penalized := np.flatnonzero(self._penalized[batch.rows_host])):
-            where = to_device(penalized, self._device)
-            self._counts.add(batch.rows[where], tokens[where])
-        wanting = np.flatnonzero(self._wants_logprobs[batch.rows_host])
+            drawn = self._draw_on_cpu(logits, batch, failed)
+        if len(penalized):
+            self._counts.add(rows, penalized, drawn[0])
         logprobs = None
         if len(wanting):
             where = to_device(wanting, self._device)
-            num_top = self._num_top[batch.rows_host[wanting]].tolist()
-            logprobs = logprob_rows(lambda part: logits[where[part]], tokens[where].long(), num_top)
+            num_top = self._num_top[rows_host[wanting]].tolist()
+            logprobs = logprob_rows(lambda part: raw[where[part]], drawn[0][where].long(), num_top)
         return Sampled(drawn, logprobs, wanting)
 
     def _set_host(self, setup: RowSetup) -> None:
@@ -159,44 +163,31 @@ class Sampler:
         special = sampling.has_penalties or bool(sampling.logit_bias) or sampling.logprobs is not None
         self._plain[row] = not special
 
-    def _mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
+    def _mask(self, logits: Tensor, masks: TokenMasks) -> None:
         """-inf, in place, for what ``masks`` forbid."""
-        packed = masks.words.view(np.uint8)
-        if self._device.type == "cpu":  # by numpy, which is three times faster there
-            for sample, line in zip(masks.samples, packed, strict=True):
-                allowed = np.unpackbits(line, count=self._vocab_size, bitorder="little")
-                np.copyto(logits[sample].numpy(), -np.inf, where=allowed == 0)
-            return logits
-        shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
-        columns = to_device(masks.samples, self._device), to_device(packed, self._device)
-        for where, words in zip(*(column.split(_ROWS_AT_ONCE) for column in columns), strict=True):
-            forbidden = ((words.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : self._vocab_size] == 0
-            logits.index_copy_(0, where, logits[where].masked_fill_(forbidden, -torch.inf))
-        return logits
+        if self._kernels is not None:
+            lines = np.column_stack((masks.words, masks.samples.astype(np.int32)))
+            self._kernels.forbid(logits, to_device(lines, self._device))
+            return
+        # By numpy, which is three times faster on a CPU.
+        for sample, line in zip(masks.samples, masks.words.view(np.uint8), strict=True):
+            allowed = np.unpackbits(line, count=self._vocab_size, bitorder="little")
+            np.copyto(logits[sample].numpy(), -np.inf, where=allowed == 0)
 
-    def _adjust(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None) -> Tensor:
-        """Penalties, then logit_bias, then no end before min_tokens, which masks see to where they are. Returns
-        ``logits`` itself if nothing applies."""
+    def _listed(self, batch: SampleBatch, masks: TokenMasks | None) -> dict[int, bool]:
+        """The samples with a logit_bias, or too short to end; whether they are, which masks see to where they are."""
         rows = batch.rows_host
         too_short = batch.num_known_host < self._min_len[rows]
         if masks is not None:
             too_short[masks.samples] = False
-        penalized = np.flatnonzero(self._penalized[rows])
-        listed = np.flatnonzero(self._biased[rows] | too_short)
-        if not len(penalized) and not len(listed):
-            return logits
-        adjusted = logits.clone()
-        if len(penalized):
-            for where in to_device(penalized, self._device).split(_ROWS_AT_ONCE):
-                sample_rows = batch.rows[where]
-                penalties = self._floats[sample_rows, 3:]
-                adjusted[where] = self._counts.penalize(adjusted[where], sample_rows, penalties)
-        if len(listed):
-            entries = [self._entries(int(sample), int(rows[sample]), bool(too_short[sample])) for sample in listed]
-            samples, tokens, values = (np.concatenate(column) for column in zip(*entries, strict=True))
-            cells = (to_device(samples, self._device), to_device(tokens, self._device))
-            adjusted.index_put_(cells, to_device(values, self._device), accumulate=True)
-        return adjusted
+        return {int(sample): bool(too_short[sample]) for sample in np.flatnonzero(self._biased[rows] | too_short)}
+
+    def _add_biases(self, logits: Tensor, batch: SampleBatch, listed: dict[int, bool]) -> None:
+        """Add logit_bias, in place, and -inf for the ends of what is too short."""
+        entries = [self._entries(sample, int(batch.rows_host[sample]), short) for sample, short in listed.items()]
+        samples, tokens, values = (np.concatenate(column) for column in zip(*entries, strict=True))
+        cells = (to_device(samples, self._device), to_device(tokens, self._device))
+        logits.index_put_(cells, to_device(values, self._device), accumulate=True)
 
     def _entries(
         self, sample: int, row: int, too_short: bool

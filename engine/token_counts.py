@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.engine.step import Int32s
 from radixserve.engine.transfer import to_device
+from radixserve.kernels.interface import SamplingKernels
 
 
 class TokenCounts:
     """Owns, per row, how often each token was produced and which were in the prompt. [max_rows, vocab] each,
     allocated when the first request with penalties comes."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, kernels: SamplingKernels | None):
+        self._kernels = kernels
         self._shape = (max_rows, vocab_size)
         self._device = device
         self._produced: Tensor | None = None  # int32
@@ -27,20 +31,28 @@ class TokenCounts:
         produced[row].zero_().index_put_((known[prompt_len:],), ones, accumulate=True)
         in_prompt[row].zero_()[known[:prompt_len]] = True
 
-    def add(self, rows: Tensor, token_ids: Tensor) -> None:
-        """One more token of each of ``rows`` [n], all different."""
+    def add(self, rows: Tensor, penalized: NDArray[np.intp], token_ids: Tensor) -> None:
+        """One more token of each of ``rows`` int32 [S], all different, of which ``penalized`` (indices into S) need it.
+        ``token_ids`` int32 [S]."""
         produced, _ = self._tables()
-        produced[rows.long(), token_ids] += 1
+        if self._kernels is not None:
+            self._kernels.count(rows, token_ids, produced)
+        else:
+            produced[rows[penalized].long(), token_ids[penalized]] += 1
 
-    def penalize(self, logits: Tensor, rows: Tensor, penalties: Tensor) -> Tensor:
-        """logits [n, vocab] after ``penalties`` [n, 3]: repetition (divides; prompt and output, as in CTRL), frequency
-        and presence (subtracted; output only, as in the OpenAI API)."""
+    def penalize(self, logits: Tensor, rows: Tensor, penalized: NDArray[np.intp], floats: Tensor) -> None:
+        """Change logits [S, vocab] of ``rows`` int32 [S], of which ``penalized`` (indices into S) have penalties, as
+        ``SamplingKernels.penalize`` says."""
         produced, in_prompt = self._tables()
-        counts = produced[rows]
-        repetition, frequency, presence = penalties.chunk(3, dim=-1)
+        if self._kernels is not None:
+            self._kernels.penalize(logits, rows, floats, produced, in_prompt)
+            return
+        rows = rows[penalized]
+        some, counts = logits[penalized], produced[rows]
+        repetition, frequency, presence = floats[rows, 3:].chunk(3, dim=-1)
         seen = (counts > 0) | in_prompt[rows]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        return torch.where(seen, repeated, logits) - counts * frequency - (counts > 0) * presence
+        repeated = torch.where(some > 0, some / repetition, some * repetition)
+        logits[penalized] = torch.where(seen, repeated, some) - counts * frequency - (counts > 0) * presence
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         if self._produced is None or self._in_prompt is None:

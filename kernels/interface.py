@@ -220,9 +220,35 @@ def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Norm)
 # gives ids int64, positions int32 and slots int64, [S] each. A kv_len of 0 is padding: position 0, slot -1.
 DecodeInputs = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
-# Chooses tokens on the device in one pass, so that a CUDA graph may hold it. It gets logits [S, vocab]; rows int32 [S];
-# fp32 [max_rows, 3 or more]: temperature (0 is greedy), top-p, min-p; int64 [max_rows, 2]: seed, top-k (vocab: all);
-# int32 [S]: tokens before the one to choose; and the last tokens, int64 by row, where it puts the new ones. It gives
-# int32 [2, S]: token ids, then 1 where logits were not finite (the token is 0 there). A draw depends on the row's
-# logits, rules, seed and number of known tokens only. Tokens of equal logits stay together: a filter keeps all or none.
-DrawKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+class SamplingKernels(Protocol):
+    """Sampling on a device, one launch or few for each method. ``rows`` int32 [S] are all different."""
+
+    def draw(
+        self,
+        logits: Tensor,  # [S, vocab]
+        rows: Tensor,  # int32 [S]
+        floats: Tensor,  # fp32 [max_rows, 3 or more]: temperature (0 is greedy), top-p, min-p
+        ints: Tensor,  # int64 [max_rows, 2]: seed, top-k (vocab: all)
+        num_known: Tensor,  # int32 [S]: tokens before the one to choose
+        last_tokens: Tensor,  # int64 by row, gets the tokens
+    ) -> Tensor:
+        """int32 [2, S]: token ids, then 1 where logits were not finite (the token is 0 there). A draw depends on the
+        row's logits, rules, seed and number of known tokens only. Tokens of equal logits stay together: a filter keeps
+        all or none of them. A CUDA graph may hold it."""
+        ...
+
+    def forbid(self, logits: Tensor, lines: Tensor) -> None:
+        """-inf, in place, for tokens that have no bit. ``lines`` int32 [M, ceil(vocab / 32) + 1]: bit ``i % 32`` of
+        word ``i // 32`` for token i, and in the end which of the S logits it is for."""
+        ...
+
+    def penalize(self, logits: Tensor, rows: Tensor, floats: Tensor, produced: Tensor, in_prompt: Tensor) -> None:
+        """In place. ``floats`` 3 to 5: repetition (divides; prompt and output, as in CTRL), frequency and presence
+        (subtracted; output only, as in the OpenAI API). ``produced`` int32, ``in_prompt`` bool, [max_rows, vocab]: how
+        often, and whether. Leaves logits without penalties alone."""
+        ...
+
+    def count(self, rows: Tensor, token_ids: Tensor, produced: Tensor) -> None:
+        """One more of ``token_ids`` int32 [S] in ``produced``."""
+        ...

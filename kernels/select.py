@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -11,10 +10,10 @@ from radixserve.kernels.interface import (
     AttentionKernel,
     AttentionShape,
     DecodeInputs,
-    DrawKernel,
     Ops,
     PlannedAttention,
     RankSums,
+    SamplingKernels,
 )
 from radixserve.kernels.invariant import InvariantAttention, InvariantOps
 from radixserve.kernels.native_library import NativeUnavailable, load_native
@@ -76,13 +75,13 @@ def makes_sums(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in _HALF_TYPES
 
 
-def select_draw(device: torch.device) -> DrawKernel | None:
-    """The kernel that draws tokens, or None where torch's operations do it."""
+def select_sampling(device: torch.device) -> SamplingKernels | None:
+    """The kernels that sample, or None where torch's operations do it."""
     if device.type != "cuda":
         return None
-    from radixserve.kernels.triton_sampling import sample
+    from radixserve.kernels.triton_logits import TritonSampling
 
-    return partial(sample, pdl=_has_pdl(device))
+    return TritonSampling(_has_pdl(device))
 
 
 def select_peer_sums(rank: int, mailboxes: Sequence[int], slice_bytes: int, device: torch.device) -> RankSums:

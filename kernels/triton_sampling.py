@@ -276,7 +276,7 @@ def sample(
     last_tokens: Tensor,  # int64 [max_rows], gets the sampled tokens
     pdl: bool = True,
 ) -> Tensor:
-    """See ``DrawKernel``. Not finite: a NaN or +inf among the logits, or -inf alone."""
+    """See ``SamplingKernels.draw``. Not finite: a NaN or +inf among the logits, or -inf alone."""
     samples, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
 
