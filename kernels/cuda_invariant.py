@@ -1,15 +1,16 @@
 """``invariant`` for CUDA: results that depend on a token and those before it only.
 
-A library chooses how to sum a product by its number of rows. Here every product is made of tiles of one shape, each of
-which goes through the inner dimension in one order. Attention likewise goes through a sequence's keys in blocks that
-begin at the same positions for every query, whether that is decoded, is part of a chunk, or follows a cached prefix;
-keys that a query does not see weigh exactly 0. So the same kernels serve steps with and without CUDA graphs.
+A library chooses how to sum a product by its number of rows. Here every product goes through the inner dimension in
+one order, 16 columns at a time, whatever tiles it is made of. Attention likewise goes through a sequence's keys in
+blocks that begin at the same positions for every query, whether that is decoded, is part of a chunk, or follows a
+cached prefix; keys that a query does not see weigh exactly 0. So the same kernels serve steps with and without graphs.
 (The idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.)
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ from radixserve.kernels.triton_experts import Tiles
 from radixserve.kernels.triton_extend import TritonExtendAttention
 from radixserve.kernels.triton_linear import Tile, tiled_linear
 
-# The best one for 64 rows. Large prompts would like more rows and columns, small batches fewer.
-_ROWS, _COLUMNS, _STAGES, _WARPS = 64, 32, 4, 4
-_DEPTHS = (128, 64)
+# For up to so many rows, where all of them give the same bits; else there is one for all.
+_TILE = Tile(64, 32, 128, 4, 4)
+_TILES = {16: Tile(16, 16, 512, 4, 2), 64: _TILE, 1 << 31: Tile(128, 128, 64, 4, 8)}
+_DEPTHS = (512, 256, 128, 64)
 _EXPERT_TILES = Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))
 
 
 class InvariantCudaOps(CudaOps):
-    """Products by ``tiled_linear``, with one tile for any number of rows; all else is done row by row anyway."""
+    """Products by ``tiled_linear``, whatever the number of rows; all else is done row by row anyway."""
 
     def _is_fused(self, weight: Weight, bias: Tensor | None, num_tokens: int) -> bool:
         return False
@@ -61,12 +63,21 @@ class InvariantCudaOps(CudaOps):
         return _EXPERT_TILES
 
 
-def _tiled(y: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    """``tiled_linear`` with the one tile."""
+@cache
+def _sums_alike(device: torch.device) -> bool:
+    """Whether the tensor cores sum up alike whatever instructions a tile is compiled to. Up to compute capability 8.9
+    there is one kind; on an H200 the two kinds were compared (and are, by a test)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) <= (9, 0)
+
+
+def _tiled(y: Tensor, weight: Tensor, *, gated: bool = False, **options: Any) -> Tensor:
+    """``tiled_linear`` with the tile for so many rows."""
     if missing := -y.shape[1] % _DEPTHS[-1]:  # the inner sizes of models are multiples of it
         y, weight = F.pad(y, (0, missing)), F.pad(weight, (0, missing))
-    depth = next(size for size in _DEPTHS if y.shape[1] % size == 0)
-    return tiled_linear(y, weight, Tile(_ROWS, _COLUMNS, depth, _STAGES, _WARPS), **options)
+    tile = next(tile for rows, tile in _TILES.items() if len(y) <= rows) if _sums_alike(y.device) else _TILE
+    depth = next(size for size in _DEPTHS if size <= tile.depth and y.shape[1] % size == 0)
+    columns = tile.columns // 2 if gated else tile.columns  # the same number of weights
+    return tiled_linear(y, weight, tile._replace(columns=columns, depth=depth), gated=gated, **options)
 
 
 class InvariantCudaAttention:

@@ -108,7 +108,6 @@ def _matmul(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    safe_m = tl.minimum(m, M - 1).to(tl.int64)
     safe_n = tl.minimum(n, N - 1).to(tl.int64)
     up_shift = N.to(tl.int64) * K
     if PDL:
@@ -120,12 +119,13 @@ def _matmul(
             prefetch_l2(address + up_shift * 2)
         gdc_launch_dependents()
         gdc_wait()
-    x_ptrs = x_ptr + safe_m[:, None] * K + k[None, :]
+    # Rows that are not there are not read: one row read by all blocks in their stead would be waited for.
+    x_ptrs, there = x_ptr + m[:, None].to(tl.int64) * K + k[None, :], (m < M)[:, None]
     weight_ptrs = weight_ptr + safe_n[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     gate_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(x_ptrs + start)
+        x = tl.load(x_ptrs + start, mask=there, other=0.0)
         weight = tl.load(weight_ptrs + start + (up_shift if GATED else 0))
         acc = tl.dot(x, tl.trans(weight), acc)
         if GATED:
