@@ -19,6 +19,7 @@ from torch import Tensor
 
 from radixserve.kernels.cuda_ops import CudaOps
 from radixserve.kernels.quantized import Form, QuantizedMatrix, choose_product, quantize
+from radixserve.kernels.triton_linear import Tile
 from radixserve.kernels.triton_quantized import dequantize, narrow_linear, scaled_linear
 from radixserve.kernels.triton_quantized_vector import vector_linear
 
@@ -26,6 +27,11 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "dow
 FORMS = (Form(8, None), Form(8, 128), Form(4, 128))
 TOKENS = (1, 2, 8, 16, 32, 64, 128, 256, 1024, 4096)
 L2_BYTES = 60e6
+TILES = {
+    16: [Tile(16, 16, 512, 4, 2), Tile(16, 16, 256, 4, 2), Tile(16, 32, 256, 3, 2), Tile(16, 64, 128, 4, 4)],
+    32: [Tile(32, 16, 256, 4, 2), Tile(32, 32, 128, 4, 2), Tile(32, 64, 128, 4, 4)],
+    64: [Tile(64, 32, 128, 4, 2), Tile(64, 32, 128, 4, 4), Tile(64, 64, 128, 4, 8)],
+}
 
 Multiply = Callable[[Tensor, QuantizedMatrix], Tensor]
 
@@ -34,8 +40,10 @@ def candidates(tokens: int, form: Form, ops: CudaOps) -> dict[str, Multiply]:
     ways: dict[str, Multiply] = {"wide": lambda x, matrix: ops.linear(x, dequantize(matrix, x.dtype))}
     if tokens == 1:
         ways["vector"] = vector_linear
-    if tokens <= 256:
+    if tokens <= 128:
         ways["narrow"] = partial(narrow_linear, bias=None, pdl=True)
+        for tile in TILES[max(16, min(64, 1 << (tokens - 1).bit_length()))]:
+            ways[f"narrow {'x'.join(map(str, tile))}"] = partial(narrow_linear, bias=None, pdl=True, tile=tile)
     if form.bits == 8:
         ways["scaled"] = partial(scaled_linear, bias=None, pdl=True)
     return ways

@@ -16,8 +16,10 @@ UNIT = 32  # columns of 4 bits that lie together
 GROUPS = (32, 64, 128)  # columns that may share a scale, if not a whole row does
 
 SMALLEST_SCALE = 1e-12  # of rows that are all zero
-# Tokens of a product beyond which it is cheaper to widen the weights beforehand.
-_MOST_NARROW, _MOST_SCALED_BY_GROUP = 128, 1024
+# Tokens of a product up to which weights are widened on the way: where e4m3 cannot be multiplied as it is, and where it
+# can or where there are integers.
+_MOST_NARROW_E4M3, _MOST_NARROW = 64, 16
+_MOST_SCALED_BY_GROUP = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,11 @@ def choose_product(num_tokens: int, form: Form, shape: tuple[int, int], *, has_s
     if num_tokens == 1 and shape[1] % 32 == 0:  # 16 bytes of a row are aligned, and have a scale in common
         return Product.VECTOR
     by_row = form == Form(8, None) and not any(size % 16 for size in shape)
-    by_group = form == Form(8, 128) and num_tokens <= _MOST_SCALED_BY_GROUP
-    if has_scaled and (by_row or by_group):
-        return Product.SCALED
-    return Product.WIDE if num_tokens > _MOST_NARROW or shape[1] % 16 else Product.NARROW
+    is_scaled = has_scaled and (by_row or form == Form(8, 128))
+    most_narrow = _MOST_NARROW_E4M3 if form.bits == 8 and not is_scaled else _MOST_NARROW
+    if num_tokens <= most_narrow and shape[1] % 16 == 0:
+        return Product.NARROW
+    return Product.SCALED if is_scaled and (by_row or num_tokens <= _MOST_SCALED_BY_GROUP) else Product.WIDE
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ of vLLM). Up to ``_FEW_TOKENS`` tokens need no sorting: a block is an expert, an
 those count that go there. The answers of a token's experts are left apart, in the order of its choice, for the norm
 that follows to sum up; so results do not depend on timing.
 
-Quantized weights are widened on the way, which costs nothing where reading them is what takes the time. With many rows
+Quantized weights are widened on the way, which costs little where reading them is what takes the time. With more rows
 an expert, e4m3 weights meet rows that are rounded to e4m3 too, each with a scale of its own.
 """
 
@@ -22,9 +22,10 @@ from torch import Tensor
 from radixserve.kernels import triton_experts_kernels as kernels
 from radixserve.kernels.quantized import UNIT, QuantizedMatrix, Stack
 from radixserve.kernels.triton_linear import Tile
-from radixserve.kernels.triton_quantized import quantize_tokens
+from radixserve.kernels.triton_quantized import round_tokens
 
-_FEW_TOKENS = 16  # rows of the smallest tensor-core product
+# Up to so many need no sorting. 16 could go without it, the rows of the smallest tensor-core product.
+_FEW_TOKENS, _FEW_NARROW_TOKENS = 8, 2
 _LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have
 _TABLE = 4096  # rows times experts that a program of the routing holds
 _LONGEST_PREFETCH = 8192  # of a row of weights, in bytes
@@ -45,35 +46,27 @@ class Tiles:
 def choose_tiles(
     num_tokens: int, per_token: int, num_experts: int, shared_bytes: int, bits: int = 16, *, has_scaled: bool = False
 ) -> Tiles:
-    """By the pairs of an expert: few rows and narrow tiles where reading weights is all there is to do, square ones
-    where arithmetic is. ``shared_bytes``: of a multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the
-    device multiplies e4m3."""
+    """By the pairs of an expert, as measured on an H200 with the shape of Qwen3-30B-A3B. ``shared_bytes``: of a
+    multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the device multiplies e4m3."""
     share = num_tokens * per_token / num_experts
     if bits < 16:
-        return _narrow_tiles(num_tokens, share, shared_bytes, scaled=has_scaled and bits == 8)
+        return _narrow_tiles(num_tokens, share, scaled=has_scaled and bits == 8)
     if num_tokens <= _FEW_TOKENS:
         return Tiles(Tile(16, 8, 512, 3, 2), Tile(16, 16, 256, 3, 2), sorts=False)
-    if share <= 4:
-        return Tiles(Tile(16, 16, 256, 4, 4), Tile(16, 32, 256, 3, 4))
-    if share <= 24:
-        return Tiles(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))
-    if share <= 256 or shared_bytes < _LARGE_TILE_BYTES:
+    if share <= 128 or shared_bytes < _LARGE_TILE_BYTES:
         return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), group=8)
     return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8), group=8)
 
 
-def _narrow_tiles(num_tokens: int, share: float, shared_bytes: int, *, scaled: bool) -> Tiles:
-    """Of quantized weights: a group deep, and with more columns or stages, so that as many bytes are under way. By
-    arithmetic, not measured."""
-    if num_tokens <= _FEW_TOKENS:
+def _narrow_tiles(num_tokens: int, share: float, *, scaled: bool) -> Tiles:
+    """Of quantized weights: a group deep."""
+    if num_tokens <= _FEW_NARROW_TOKENS:
         return Tiles(Tile(16, 16, 128, 6, 2), Tile(16, 16, 128, 5, 2), sorts=False)
-    if share <= 4:
+    if share <= (1 if scaled else 8):
         return Tiles(Tile(16, 32, 128, 5, 4), Tile(16, 64, 128, 4, 4))
-    if share <= 24:
+    if share <= 24 and not scaled:
         return Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))
-    if share <= 256 or not scaled or shared_bytes < _LARGE_TILE_BYTES:
-        return Tiles(Tile(64, 64, 128, 3, 4), Tile(64, 128, 128, 3, 4), group=8, scaled=scaled)
-    return Tiles(Tile(128, 64, 128, 4, 8), Tile(128, 128, 128, 4, 8), group=8, scaled=True)
+    return Tiles(Tile(64, 64, 128, 3, 4), Tile(64, 128, 128, 3, 4), group=8, scaled=scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +164,7 @@ def _launch(x: Tensor, weight: Stack, out: Tensor, routing: Routing, tiles: Tile
     inner, columns, few = x.shape[1], out.shape[-1], routing.pairs is None
     matrix, stored = (weight, weight.values) if isinstance(weight, QuantizedMatrix) else (None, weight)
     depth = _depth(tile, inner, matrix)
-    x, x_scales = quantize_tokens(x, None, pdl) if tiles.scaled else (x, routing.weights)
+    x, x_scales = round_tokens(x, None, pdl) if tiles.scaled else (x, routing.weights)
     scales = routing.weights if matrix is None else matrix.scales
     row_bytes = inner * stored.itemsize if matrix is None else inner * matrix.form.bits // 8
     grid = triton.cdiv(routing.max_blocks, group) * group * triton.cdiv(columns, tile.columns)

@@ -1,7 +1,7 @@
 """Products of matrices of 8 and 4 bits a weight on CUDA, see ``quantized.py`` for how they lie.
 
-Few tokens: ``narrow_linear`` reads the narrow weights and multiplies them with the activations as they are, on tensor
-cores; what a weight stands for without its scale is exact in 16 bits, and scales come to the sums of each group.
+Few tokens: ``narrow_linear`` reads the narrow weights and multiplies them with activations of 16 bits on tensor cores;
+what a weight stands for without its scale is exact in fp16, and scales come to the sums of each group.
 ``scaled_linear`` rounds tokens to e4m3, with a scale for each or for each of its groups, and multiplies on the units
 for that. Many: ``dequantize`` writes the matrix out. One token: ``triton_quantized_vector``.
 """
@@ -18,11 +18,13 @@ from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, UNIT, Qua
 from radixserve.kernels.triton_linear import Tile
 
 _HALF_UNIT = UNIT // 2
+_LARGEST_FP16 = 32768.0
 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
-    x_ptr,  # [M, K]
+    x_ptr,  # fp16 [M, K]
+    x_scale_ptr,  # fp32 [M]
     weight_ptr,  # e4m3 [N, K] or int8 [N, K / 2]
     scale_ptr,  # fp32 [N, groups]
     zero_ptr,  # int8 [N, groups], of 4 bits
@@ -46,7 +48,8 @@ def _matmul(
     row = tl.minimum(n, N - 1).to(tl.int64)
     lane = tl.arange(0, DEPTH * BITS // 8)
     column = lane if BITS == 8 else lane // HALF * (2 * HALF) + lane % HALF
-    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * K + column[None, :]
+    there = m < M
+    x_ptrs = x_ptr + m[:, None] * K + column[None, :]
     weight_ptrs = weight_ptr + row[:, None] * (K * BITS // 8) + lane[None, :]
     groups = K // DEPTH if GROUPED else 1
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -55,20 +58,22 @@ def _matmul(
         gdc_wait()
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
         weight = tl.load(weight_ptrs + start * BITS // 8)
-        x = tl.load(x_ptrs + start)
+        x = tl.load(x_ptrs + start, mask=there[:, None], other=0.0)
         if BITS == 8:
             part = tl.dot(x, tl.trans(weight.to(x.dtype)))
         else:
             zero = tl.load(zero_ptr + row * groups + start // DEPTH)[:, None]
             part = tl.dot(x, tl.trans(((weight & 15) - zero).to(x.dtype)))
             high = (((weight >> 4) & 15) - zero).to(x.dtype)
-            part = tl.dot(tl.load(x_ptrs + start + HALF), tl.trans(high), part)
+            x = tl.load(x_ptrs + start + HALF, mask=there[:, None], other=0.0)
+            part = tl.dot(x, tl.trans(high), part)
         acc += part * tl.load(scale_ptr + row * groups + start // DEPTH)[None, :] if GROUPED else part
     if not GROUPED:
         acc *= tl.load(scale_ptr + row)[None, :]
+    acc *= tl.load(x_scale_ptr + m, mask=there, other=0.0)[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
+    inside = there[:, None] & (n < N)[None, :]
     tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -93,7 +98,7 @@ def _scaled_matmul(
     """The weights are the left factor, as that has 64 rows at least; the right one may be as narrow as 16 tokens."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row, token = tl.minimum(n, N - 1).to(tl.int64), tl.minimum(t, T - 1).to(tl.int64)
+    row, token, there = tl.minimum(n, N - 1).to(tl.int64), t.to(tl.int64), t < T
     k = tl.arange(0, DEPTH)
     weight_ptrs = weight_ptr + row[:, None] * K + k[None, :]
     x_ptrs = x_ptr + token[:, None] * K + k[None, :]
@@ -104,21 +109,21 @@ def _scaled_matmul(
         gdc_wait()
     for group in tl.range(0, groups, num_stages=STAGES):
         weight = tl.load(weight_ptrs + group * DEPTH)
-        x = tl.load(x_ptrs + group * DEPTH)
+        x = tl.load(x_ptrs + group * DEPTH, mask=there[:, None], other=0.0)
         scale = tl.load(scale_ptr + row * groups + group)
-        x_scale = tl.load(x_scale_ptr + token * groups + group)
+        x_scale = tl.load(x_scale_ptr + token * groups + group, mask=there, other=0.0)
         acc += tl.dot(weight, tl.trans(x)) * scale[:, None] * x_scale[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-    inside = (t < T)[:, None] & (n < N)[None, :]
+    inside = there[:, None] & (n < N)[None, :]
     spot = t[:, None].to(tl.int64) * N + n[None, :]
     tl.store(out_ptr + spot, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _quantize_tokens(
+def _round_tokens(
     x_ptr,  # [T, SIZE]
-    out_ptr,  # e4m3, as x
+    out_ptr,  # e4m3 or fp16, as x
     scale_ptr,  # fp32 [T, SIZE / GROUP]
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -168,16 +173,18 @@ def _dequantize(
     tl.store(out_ptr + row * K + column, (value * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def narrow_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool) -> Tensor:
+def narrow_linear(
+    x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool, tile: Tile | None = None
+) -> Tensor:
     """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]."""
     (m, k), n, form = x.shape, matrix.shape[0], matrix.form
     out = x.new_empty(m, n)
-    rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    columns = 64 if rows == 64 else 16 if n < 8192 else 32
-    depths = (128, 64, 32, 16) if rows == 64 else (256, 128, 64, 32, 16)  # as much as shared memory holds several of
-    depth = form.group or next(size for size in depths if k % size == 0)
+    rows, columns, depth, stages, warps = tile or narrow_tile(m, n)
+    depth = form.group or next(size for size in (512, 256, 128, 64, 32, 16) if k % size == 0 and size <= depth)
+    x, x_scales = round_tokens(x, None, pdl, torch.float16)  # what e4m3 and integers become in the fewest instructions
     _matmul[(triton.cdiv(m, rows), triton.cdiv(n, columns))](
         x,
+        x_scales,
         matrix.values,
         matrix.scales,
         matrix.scales if matrix.zeros is None else matrix.zeros,
@@ -192,19 +199,26 @@ def narrow_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: 
         DEPTH=depth,
         BLOCK_M=rows,
         BLOCK_N=columns,
-        STAGES=4,
+        STAGES=stages,
         BIAS=bias is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=warps,
         launch_pdl=pdl,
     )
     return out
 
 
+def narrow_tile(tokens: int, out_features: int) -> Tile:
+    """Estimated, not measured."""
+    if tokens <= 16:
+        return Tile(16, 16 if out_features < 8192 else 32, 256, 4, 4)
+    return Tile(32, 32, 256, 4, 4) if tokens <= 32 else Tile(64, 64, 128, 4, 4)
+
+
 def scaled_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool) -> Tensor:
     """As ``narrow_linear``, for e4m3; x is rounded to e4m3 with a scale for each token or, where the matrix has groups,
     for each group of its columns."""
-    narrow, scales = quantize_tokens(x, matrix.form.group, pdl)
+    narrow, scales = round_tokens(x, matrix.form.group, pdl)
     if matrix.form.group is not None:
         return multiply_scaled(narrow, scales, matrix, bias, x.dtype, pdl)
     product = torch._scaled_mm(narrow, matrix.values.t(), scales, matrix.scales.t(), out_dtype=x.dtype)
@@ -247,18 +261,18 @@ def scaled_tile(tokens: int, out_features: int) -> Tile:
     return Tile(64, 128, 128, 4, 4) if tokens <= 128 else Tile(128, 128, 128, 4, 8)
 
 
-def quantize_tokens(x: Tensor, group: int | None, pdl: bool) -> tuple[Tensor, Tensor]:
-    """x [T, K] in e4m3, and the scale of each ``group`` columns of a token, or of all of them: fp32 [T, K / group]."""
+def round_tokens(x: Tensor, group: int | None, pdl: bool, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
+    """x [T, K] in e4m3 or fp16, and the scale of each ``group`` columns of a token, or of all: fp32 [T, K / group]."""
     tokens, size = x.shape
     group = group or size
-    narrow = torch.empty_like(x, dtype=FP8)
+    narrow = torch.empty_like(x, dtype=dtype)
     scales = torch.empty(tokens, size // group, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
-    _quantize_tokens[(tokens,)](
+    _round_tokens[(tokens,)](
         x,
         narrow,
         scales,
-        LARGEST=FP8_MAX,
+        LARGEST=FP8_MAX if dtype == FP8 else _LARGEST_FP16,
         SMALLEST=SMALLEST_SCALE,
         SIZE=size,
         GROUP=group,

@@ -152,8 +152,9 @@ def test_quantized_experts_answer_what_their_weights_stand_for(form: Form, token
     stacks, slots = mixture.quantized(form), torch.arange(tokens, device=DEVICE)
     out = mixture.answer(x, slots, 2, True, stacks)
     assert error(out, mixture.expected(x, 2, True)) < (1e-5 if INTERPRETED else 1e-2)
-    by_torch = TorchOps().experts(x, mixture.router, *stacks, 2, True, slots)
-    assert error(by_torch, mixture.expected(x, 2, True)) < (1e-5 if INTERPRETED else 2e-2)
+    # In fp32, or a token with two experts that it likes nearly as much may go to the other one.
+    by_torch = TorchOps().experts(x.float(), mixture.router.float(), *stacks, 2, True, slots)
+    assert error(by_torch, mixture.expected(x, 2, True)) < 1e-4
 
 
 @pytest.mark.parametrize("form", [Form(8, None), Form(8, 64)], ids=str)
@@ -166,10 +167,10 @@ def test_columns_of_quantized_experts_need_not_fill_a_tile(form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS[:3], ids=str)
 def test_with_many_rows_an_expert_they_are_rounded_to_e4m3_too(form: Form) -> None:
     from radixserve.kernels.triton_experts import choose_tiles
-    from radixserve.kernels.triton_quantized import quantize_tokens
+    from radixserve.kernels.triton_quantized import round_tokens
 
     def rounded(rows: Tensor) -> Tensor:
-        narrow, scales = quantize_tokens(rows, None, pdl=not INTERPRETED)
+        narrow, scales = round_tokens(rows, None, pdl=not INTERPRETED)
         return (narrow.float() * scales).to(DTYPE)
 
     mixture, x = Mixture(2, 256, 128, favourite=1), randn(75, 256)
