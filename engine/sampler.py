@@ -125,7 +125,7 @@ class Sampler:
         rows, rows_host = batch.rows, batch.rows_host
         penalized = np.flatnonzero(self._penalized[rows_host])
         wanting = np.flatnonzero(self._wants_logprobs[rows_host])
-        failed = None if self._kernels else ~logits.sum(dim=-1).isfinite()
+        failed = None if self._kernels else _not_finite(logits.numpy())
         listed = self._listed(batch, masks)
         is_changed = len(penalized) or len(listed) or masks is not None
         raw = logits.clone() if len(wanting) and is_changed else logits
@@ -206,7 +206,7 @@ class Sampler:
         )
 
     def _draw_on_cpu(self, logits: Tensor, batch: SampleBatch, failed: Tensor) -> Tensor:
-        tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))  # seven times faster than torch's
+        tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))  # seven times faster than torch's maximum
         drawn = np.flatnonzero(~self._greedy[batch.rows_host])
         if len(drawn) == len(tokens):
             tokens = self._invert(logits, batch.rows, batch.num_known, batch.rows_host)
@@ -248,6 +248,13 @@ class Sampler:
         if found.all():
             return probs.where(probs >= floors, 0.0)
         return probs.where(probs >= _floors(probs, top_k, top_p, self._vocab_size)[0], 0.0)
+
+
+def _not_finite(logits: NDArray[np.float32]) -> Tensor:
+    """Which rows have a value that is no number or infinite, bool [S]. By one thread: torch's would wait for each other
+    longer than they compute."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return torch.from_numpy(~np.isfinite(logits.sum(axis=-1)))
 
 
 def _floors(probs: Tensor, top_k: Tensor, top_p: Tensor, head_size: int) -> tuple[Tensor, Tensor]:

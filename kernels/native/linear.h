@@ -76,19 +76,29 @@ struct Linear {
         w[i] = to;
       }
     }
-    alignas(64) float products[2][32][kLanes];
-    for (int64_t first = start; first < end; first += 32) {
-      const int64_t count = std::min<int64_t>(32, end - first);
-      const uint16_t* x = a.wide + first * op.cols;
-      if constexpr (kKind != kBf16)
-        if (at_once) multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
-      if (kKind == kBf16 || !at_once) multiply_tiles(w[0], w[1], blocks, x, op.cols, count > 16, products[0][0]);
-      for (int64_t t = 0; t < count; t++) {
-        const Floats one = load<Floats>(products[0][t]), two = load<Floats>(products[1][t]);
-        put(first + t, p, one, two);
-        if (!gated && has_second) put(first + t, p + 1, two, Floats{});
+    alignas(64) float products[2][2][32][kLanes];  // of the last 64 tokens
+    int64_t token = start;
+    const auto put_until = [&](int64_t after) {
+      for (; token < after; token++) {
+        const auto& ready = products[(token - start) / 32 % 2];
+        const int64_t t = (token - start) % 32;
+        const Floats one = load<Floats>(ready[0][t]), two = load<Floats>(ready[1][t]);
+        put(token, p, one, two);
+        if (!gated && has_second) put(token, p + 1, two, Floats{});
       }
+    };
+    const int64_t at_a_time = (32 + blocks - 1) / blocks;
+    for (int64_t first = start; first < end; first += 32) {
+      const bool both = end - first > 16;
+      const uint16_t* x = a.wide + first * op.cols;
+      float* to = products[(first - start) / 32 % 2][0][0];
+      if constexpr (kKind != kBf16)
+        if (at_once) multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, both, to);
+      if (kKind == kBf16 || !at_once)
+        multiply_tiles(w[0], w[1], blocks, x, op.cols, both, to,
+                       [&](int64_t b) { put_until(std::min(first, first - 32 + (b + 1) * at_a_time)); });
     }
+    put_until(end);
   }
 #endif
 };

@@ -173,11 +173,15 @@ class TileSums {
   const bool both_;
 };
 
-// With unpacked panels.
-void multiply_tiles(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both,
-                    float* out) {
+// With unpacked panels. meanwhile(b): other work in vectors, which the processor does while the tile unit has block b.
+template <class Work>
+void multiply_tiles(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both, float* out,
+                    Work meanwhile) {
   const TileSums sums(x, cols, both);
-  for (int64_t b = 0; b < blocks; b++) sums.add_block(b, w0 + b * kBlockBytes[kBf16], w1 + b * kBlockBytes[kBf16]);
+  for (int64_t b = 0; b < blocks; b++) {
+    sums.add_block(b, w0 + b * kBlockBytes[kBf16], w1 + b * kBlockBytes[kBf16]);
+    meanwhile(b);
+  }
   sums.take(out);
 }
 
