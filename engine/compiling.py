@@ -23,6 +23,7 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 _LOOSE_CLASS = ",1,9,1,34,34,92,92,13,13,10,10,"
 _JSON_CLASS = ",1,9,1,34,34,92,92,0,31,55296,57343,"
 
+TOO_COMPLEX = "grammar_too_complex"  # the code of an error
 TOO_SLOW = "the grammar takes too long at each token: use fewer alternatives, and shorter counted repetitions"
 
 
@@ -75,7 +76,7 @@ class Compiler:
                 reason = "cannot be kept: no token of the model fits the grammar at some place"
                 raise InvalidRequest(reason, param="grammar", code="invalid_grammar")
             if time.thread_time() - before > _MAX_TRIAL_S:
-                raise InvalidRequest(TOO_SLOW, param="grammar", code="grammar_too_complex")
+                raise InvalidRequest(TOO_SLOW, param="grammar", code=TOO_COMPLEX)
             if matcher.is_terminated():
                 return
 

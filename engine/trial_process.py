@@ -1,8 +1,8 @@
 """The process in which grammars are compiled first, ``python -m radixserve.engine.trial_process``: see ``trials``.
 
-Its standard input is a socket to the engine: a ``TrialSetup`` comes, then one grammar at a time, each answered by an
-empty frame if its compilation ended. A grammar with an error is not told from a good one: the engine finds it as
-quickly. It loads no torch: a tenth of the time, a quarter of the memory.
+Its standard input is a socket to the engine: a ``TrialSetup`` comes, then one grammar at a time, each answered when its
+compilation has ended, by why it is too complex or by nothing. One with an error is not told from a good one: the engine
+finds it as quickly. It loads no torch: a tenth of the time, a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from radixserve.engine import lifeline
-from radixserve.engine.compiling import Compiler
+from radixserve.engine.compiling import TOO_COMPLEX, Compiler
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.trials import EXIT_OUT_OF_MEMORY, TrialSetup
 
@@ -49,20 +49,23 @@ def main() -> None:
         # The kernel keeps the limit, whatever the compiler does: SIGPROF ends a process that does not handle it.
         signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
         try:
-            _try(compiler, grammar)
+            answer = _try(compiler, grammar)
         except MemoryError:
             os._exit(EXIT_OUT_OF_MEMORY)
-        except InvalidRequest:
-            pass
         signal.setitimer(signal.ITIMER_PROF, 0)
-        pipe.send_bytes(b"")
+        pipe.send_bytes(answer.encode())
 
 
-def _try(compiler: Compiler, grammar: str) -> None:
+def _try(compiler: Compiler, grammar: str) -> str:
+    """Why it is too complex, or nothing."""
     began = time.process_time()
-    compiler.outline(grammar)
-    if _UNBOUNDED.search(grammar) or time.process_time() - began > _QUICK_S:
-        compiler.compile(grammar)
+    try:
+        compiler.outline(grammar)
+        if _UNBOUNDED.search(grammar) or time.process_time() - began > _QUICK_S:
+            compiler.compile(grammar)
+    except InvalidRequest as error:
+        return error.message if error.code == TOO_COMPLEX else ""
+    return ""
 
 
 def _address_space() -> int:

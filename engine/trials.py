@@ -13,11 +13,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import msgspec
 
+from radixserve.engine.compiling import TOO_COMPLEX
 from radixserve.engine.errors import InvalidRequest, RadixServeError
 
 TRIAL_CPU_S = 10.0  # what one grammar may cost
@@ -27,6 +29,7 @@ EXIT_OUT_OF_MEMORY = 4
 
 _COMMAND = (sys.executable, "-P", "-m", "radixserve.engine.trial_process")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # of numpy, which is not asked for products
+_MAX_FAULTS = 64
 _SIMPLER = "make the schema or grammar simpler"
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
@@ -41,29 +44,46 @@ class TrialSetup(msgspec.Struct, frozen=True):
 
 
 class GrammarTrials:
-    """Owns the processes: as many as there are threads that try a grammar at once, from the first one on."""
+    """Owns what was refused, and the processes, as many as there are threads that try a grammar at once."""
 
     def __init__(self, setup: TrialSetup, timeout_s: float = TRIAL_TIMEOUT_S):
         self._setup = setup
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
+        self._faults: OrderedDict[str, str] = OrderedDict()  # what need not be tried again
         self._idle = [_TrialProcess(setup)]  # it starts while the engine loads the library
 
     def check(self, grammar: str) -> None:
         """Return if the engine may compile ``grammar``, which may have errors. Raises ``InvalidRequest`` if it takes
         too much time or memory or crashes the compiler."""
-        status = None
+        with self._lock:
+            fault = self._faults.get(grammar)
+        fault = fault or self._try(grammar)
+        if fault is None:
+            return
+        with self._lock:
+            self._faults[grammar] = fault
+            if len(self._faults) > _MAX_FAULTS:
+                self._faults.popitem(last=False)
+        raise _refusal(fault)
+
+    def _try(self, grammar: str) -> str | None:
+        """What is wrong with it, if anything is."""
+        outcome: str | int = 0
         for _ in range(2):  # that somebody killed the process is not the grammar's fault
             process = self._take()
-            status = process.try_to_compile(grammar, self._timeout_s)
-            if status is None:
+            try:
+                outcome = process.try_to_compile(grammar, self._timeout_s)
+            except TimeoutError as error:  # the machine's fault, perhaps
+                raise _refusal(f"takes more than {self._timeout_s:g} s to compile: {_SIMPLER}") from error
+            if isinstance(outcome, str):
                 with self._lock:
                     self._idle.append(process)
-                return
-            if fault := self._fault(status):
-                raise InvalidRequest(f"{fault}: {_SIMPLER}", param="grammar", code="grammar_too_complex")
+                return outcome or None
+            if fault := self._fault(outcome):
+                return f"{fault}: {_SIMPLER}"
         raise RadixServeError(
-            f"the process that tries grammars ended with exit status {status}, twice: try again later"
+            f"the process that tries grammars ended with exit status {outcome}, twice: try again later"
         )
 
     def close(self) -> None:
@@ -104,21 +124,24 @@ class _TrialProcess:
             )
         self.end = weakref.finalize(self, _end, self._process, self._pipe)
 
-    def try_to_compile(self, grammar: str, timeout_s: float) -> int | None:
-        """None when it came to its end, or else the exit status of the process, which is gone."""
+    def try_to_compile(self, grammar: str, timeout_s: float) -> str | int:
+        """The answer of the process, or the exit status if it is gone. Raises ``TimeoutError`` when there is neither,
+        and ends the process."""
         try:
             if self._untold is not None:
                 self._pipe.send_bytes(msgspec.msgpack.encode(self._untold))
                 self._untold = None
             self._pipe.send_bytes(grammar.encode())
             if not self._pipe.poll(timeout_s):
-                self._process.kill()
-                self._process.wait()
-                return -signal.SIGPROF
-            self._pipe.recv_bytes()
-        except (EOFError, OSError):
+                self.end()
+                raise TimeoutError
+            return self._pipe.recv_bytes().decode()
+        except (EOFError, ConnectionError):
             return self._process.wait()
-        return None
+
+
+def _refusal(fault: str) -> InvalidRequest:
+    return InvalidRequest(fault, param="grammar", code=TOO_COMPLEX)
 
 
 def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.structured import json_object, json_schema, structural_tag
+from radixserve.engine.structured import json_object, json_schema, regex, structural_tag
 from radixserve.engine.trials import GrammarTrials, TrialSetup
 
 SETUP = TrialSetup([*(bytes([byte]) for byte in range(256)), b""], [256])
@@ -55,12 +55,22 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         (TrialSetup(SETUP.vocabulary, [256], memory_bytes=32 << 20), "takes more than 32 MiB of memory"),
     ],
 )
-def test_grammars_without_an_end_are_refused_and_the_next_ones_are_tried(setup: TrialSetup, reason: str) -> None:
+def test_grammars_without_an_end_are_refused_once_tried_and_the_next_ones_are_tried(
+    running: Callable[[], list[psutil.Process]], setup: TrialSetup, reason: str
+) -> None:
     trials = GrammarTrials(setup)
-    with pytest.raises(InvalidRequest, match=f"{reason}.*simpler") as refused:
-        trials.check(ENDLESS)
-    assert (refused.value.param, refused.value.code) == ("grammar", "grammar_too_complex")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=f"{reason}.*simpler") as refused:
+            trials.check(ENDLESS)
+        assert (refused.value.param, refused.value.code) == ("grammar", "grammar_too_complex")
+        assert not running(), "the second time nobody tries it"
     trials.check(structural_tag(json_object()))
+
+
+def test_masks_that_are_slow_are_found_before_the_engine_makes_any() -> None:
+    vocabulary = [b"", *(bytes([ord("a") + i % 26]) * (i % 200 + 1) for i in range(1000))]
+    with pytest.raises(InvalidRequest, match="takes too long at each token"):
+        GrammarTrials(TrialSetup(vocabulary, [0])).check(structural_tag(regex(r"(\w+ ?){0,100}")))
 
 
 @pytest.mark.parametrize(
