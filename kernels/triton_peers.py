@@ -137,6 +137,7 @@ class PeerSums:
         return out
 
     def _launch(self, part: Tensor, out: Tensor, residual: Tensor | None, norm: Norm | None) -> None:
+        assert self.fits(part), "too long: it would overwrite what others give"
         tokens, size = part.shape[-2:]
         rounds = triton.cdiv(tokens, self._blocks)
         block = triton.next_power_of_2(size)

@@ -32,9 +32,9 @@ if not (INTERPRETED or torch.cuda.is_available()):
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 EPS = 1e-6
 SIZE = 48 if INTERPRETED else 4096
-SLICE_BYTES = 32768 if INTERPRETED else 1 << 22
 # Tokens and parts: more tokens than blocks, and fewer blocks than in the sum before.
-SHAPES = [(3, 1), (1, 2), (131, 1), (2, 2), (1, 1)] if INTERPRETED else [(300, 1), (1, 4), (256, 2), (17, 1), (1, 1)]
+SHAPES = [(3, 1), (1, 2), (136, 1), (2, 2), (1, 1)] if INTERPRETED else [(300, 1), (1, 4), (256, 2), (17, 1), (1, 1)]
+SLICE_BYTES = max(tokens for tokens, _ in SHAPES) * SIZE * 4  # just as much as the longest needs
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32]
 
 
@@ -141,6 +141,17 @@ def test_all_ranks_get_the_same_bits_of_the_right_sums(ranks: int, dtype: torch.
         expected = [normed, stream] + ([total] if parts == 1 else [])
         for value in expected:
             torch.testing.assert_close(next(results).float(), value, **bound)
+
+
+def test_a_sum_that_does_not_fit_is_not_begun() -> None:
+    """It would overwrite what the next rank has given, and what lies behind the mailbox."""
+    mailbox = torch.zeros(mailbox_bytes(2, SLICE_BYTES) // 8, dtype=torch.int64, device=DEVICE)
+    sums = PeerSums(0, [mailbox.data_ptr()] * 2, SLICE_BYTES, DEVICE)
+    part = torch.zeros(SLICE_BYTES // (SIZE * 4) + 1, SIZE, device=DEVICE)
+    assert sums.fits(part[1:]) and not sums.fits(part)
+    with pytest.raises(AssertionError, match="too long"):
+        sums.all_reduce(part)
+    assert not mailbox.any()
 
 
 def test_raised_flags_let_a_rank_go_whose_partner_is_gone() -> None:
