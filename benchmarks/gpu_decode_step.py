@@ -18,7 +18,7 @@ from gpu_timing import BYTES_PER_US, DEVICE, capture, decode_layout, relative_er
 from torch import Tensor
 
 from radixserve.kernels.cuda_ops import CudaOps
-from radixserve.kernels.interface import HeadPlaces, Norm, norm_of_stream
+from radixserve.kernels.interface import AttentionShape, HeadPlaces, Norm, norm_of_stream
 from radixserve.kernels.triton_attention import TritonDecodeAttention
 from radixserve.kernels.triton_ops import decode_inputs
 from radixserve.kernels.triton_sampling import sample
@@ -67,7 +67,9 @@ class DecodeStep:
         self.floats = torch.tensor([[0.6 if batch > 1 else 0.0, 1.0, 0.0]] * batch, device=DEVICE)
         self.ints = torch.tensor([[row, config["vocab_size"]] for row in range(batch)], device=DEVICE)
         heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        self.attention = TritonDecodeAttention(heads, kv_heads, dim, batch, DEVICE, pdl=pdl)
+        self.attention = TritonDecodeAttention(
+            AttentionShape(heads, kv_heads, dim, PAGE_SIZE, BF16), batch, DEVICE, pdl
+        )
 
     def floor_us(self) -> float:
         """Each weight and each key and value read once."""

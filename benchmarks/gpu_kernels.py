@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.kernels import cuda_ops, triton_linear, triton_ops
-from radixserve.kernels.interface import Norm
+from radixserve.kernels.interface import AttentionShape, Norm
 from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 
 BF16 = torch.bfloat16
@@ -61,7 +61,8 @@ class AttentionCase:
         return out
 
     def measure(self, tuning: DecodeTuning, reference: Tensor) -> Result:
-        kernel = TritonDecodeAttention(self.q.shape[1], KV_HEADS, DIM, self.num_seqs, DEVICE, tuning=tuning)
+        shape = AttentionShape(self.q.shape[1], KV_HEADS, DIM, self.layout.page_size, BF16)
+        kernel = TritonDecodeAttention(shape, self.num_seqs, DEVICE, tuning=tuning)
         plan = partial(kernel.plan_decode, self.layout, self.num_seqs)
         us, out = attention_us(kernel, plan, self.q, self.caches, rounds=2)
         return {"us": us, "gbs": self.bytes / us / 1e3, "error": relative_error(out, reference), **asdict(tuning)}

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from gpu_timing import BYTES_PER_US, DEVICE, attention_us, decode_layout, relative_error
 
+from radixserve.kernels.interface import AttentionShape
 from radixserve.kernels.shared_prefix import PrefixGroups, pack_tiles, unpack_tiles
 from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 from radixserve.kernels.triton_shared_attention import TritonSharedAttention
@@ -73,11 +74,12 @@ class SharedCase:
         shape = (2, len(pages), PAGE, KV_HEADS, DIM)
         self.caches = [torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(2)]
         self.q = torch.randn(self.num_seqs, Q_HEADS, DIM, device=DEVICE, dtype=BF16)
-        self.plain = TritonDecodeAttention(Q_HEADS, KV_HEADS, DIM, self.num_seqs, DEVICE)
+        self.shape = AttentionShape(Q_HEADS, KV_HEADS, DIM, PAGE, BF16)
+        self.plain = TritonDecodeAttention(self.shape, self.num_seqs, DEVICE)
         self.layout = decode_layout(np.pad(self.kv_lens, (0, padding)), table, PAGE)
 
     def measure_plain(self, tuning: DecodeTuning) -> tuple[float, torch.Tensor]:
-        kernel = TritonDecodeAttention(Q_HEADS, KV_HEADS, DIM, self.num_seqs, DEVICE, tuning=tuning)
+        kernel = TritonDecodeAttention(self.shape, self.num_seqs, DEVICE, tuning=tuning)
         return self._measure(kernel, lambda: kernel.plan_decode(self.layout, self.num_seqs))
 
     def measure_shared(self, tile_rows: int, tuning: DecodeTuning) -> tuple[float, torch.Tensor]:

@@ -88,9 +88,7 @@ class InvariantCudaAttention:
     shared_prefixes = None
 
     def __init__(self, shape: AttentionShape, max_seqs: int, device: torch.device, pdl: bool):
-        self._kernel = TritonExtendAttention(
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, pdl=pdl, scale=shape.scale, softcap=shape.softcap
-        )
+        self._kernel = TritonExtendAttention(shape, pdl)
         self._one_token_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
 
     def plan(self, layout: BatchLayout) -> None:

@@ -178,19 +178,14 @@ def _cuda_attention(
     from radixserve.kernels.triton_attention import TritonDecodeAttention
     from radixserve.kernels.triton_extend import TritonExtendAttention
 
-    heads, pdl = (shape.num_heads, shape.num_kv_heads, shape.head_dim), _has_pdl(device)
-    decodes = TritonDecodeAttention(
-        *heads, max_seqs, device, pdl=pdl, scale=shape.scale, softcap=shape.softcap, windows=shape.windows
-    )
-    unplanned = TritonExtendAttention(*heads, pdl=pdl, scale=shape.scale, softcap=shape.softcap)
+    pdl = _has_pdl(device)
+    decodes, unplanned = TritonDecodeAttention(shape, max_seqs, device, pdl), TritonExtendAttention(shape, pdl)
     fits = decodes.group <= _MAX_SHARED_GROUP and shape.head_dim <= _MAX_SHARED_DIM and None in shape.windows
     if not (reads_shared and fits):
         return SplitAttention(decodes, chunks, unplanned)
     from radixserve.kernels.triton_shared_attention import TritonSharedAttention
 
-    value_bytes = (shape.cache_dtype or shape.dtype).itemsize
-    shared = TritonSharedAttention(decodes, max_seqs, device, value_bytes=value_bytes)
-    return SplitAttention(decodes, chunks, unplanned, shared)
+    return SplitAttention(decodes, chunks, unplanned, TritonSharedAttention(decodes, max_seqs, device))
 
 
 def _has_pdl(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from radixserve.kernels.interface import BatchLayout
+from radixserve.kernels.interface import AttentionShape, BatchLayout
 from radixserve.kernels.triton_attention_kernels import cut_slices, decode
 
 UNIT = 16  # tokens: the grain at which work is shared out
@@ -24,10 +24,10 @@ PARTS = 8  # of a sequence that are loaded at once when they are merged
 _LOG2_E = 1.4426950408889634  # the kernel works with powers of two
 
 
-def in_powers_of_two(head_dim: int, scale: float | None, softcap: float | None) -> tuple[float, float]:
-    """What the kernels get for a shape's ``scale`` and ``softcap``, 0 for none."""
-    scale = head_dim**-0.5 if scale is None else scale
-    return (scale * _LOG2_E, 0.0) if softcap is None else (scale * 2 * _LOG2_E / softcap, softcap * _LOG2_E)
+def in_powers_of_two(shape: AttentionShape) -> tuple[float, float]:
+    """What the kernels get for ``scale`` and ``softcap``, 0 for none."""
+    scale, softcap = shape.score_scale * _LOG2_E, shape.softcap
+    return (scale, 0.0) if softcap is None else (scale * 2 / softcap, softcap * _LOG2_E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +74,31 @@ class TritonDecodeAttention:
 
     def __init__(
         self,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
+        shape: AttentionShape,
         max_seqs: int,
         device: torch.device,
         pdl: bool = True,
         tuning: DecodeTuning | None = None,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        assert q_heads % kv_heads == 0 and q_heads // kv_heads <= ROWS
-        self.kv_heads, self.head_dim, self.width = kv_heads, head_dim, triton.next_power_of_2(head_dim)
-        self.group = q_heads // kv_heads
+        assert shape.num_heads % shape.num_kv_heads == 0 and shape.num_heads // shape.num_kv_heads <= ROWS
+        self.shape, self.kv_heads, self.head_dim = shape, shape.num_kv_heads, shape.head_dim
+        self.group = shape.num_heads // self.kv_heads
         self.group_rows = triton.next_power_of_2(self.group)
         self.pdl, self.tuning = pdl, tuning or DecodeTuning()
-        self.scale, self.softcap = in_powers_of_two(head_dim, scale, softcap)
-        heads = {"KV_HEADS": kv_heads, "GROUP": self.group, "GROUP_ROWS": self.group_rows}
-        self.constants = {**heads, "D": head_dim, "WIDTH": self.width, "SOFTCAP": self.softcap}
+        self.scale, softcap = in_powers_of_two(shape)
+        heads = {"KV_HEADS": self.kv_heads, "GROUP": self.group, "GROUP_ROWS": self.group_rows}
+        width = triton.next_power_of_2(self.head_dim)
+        self.constants = {**heads, "D": self.head_dim, "WIDTH": width, "SOFTCAP": softcap}
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_slices = max(1, self.tuning.blocks_per_sm * num_sms // kv_heads)
+        self.num_slices = max(1, self.tuning.blocks_per_sm * num_sms // self.kv_heads)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self._cuts = {window: (ints(max_seqs + 2), ints(self.num_slices)) for window in windows}
-        self._arrived = ints(max_seqs, kv_heads)
-        part = (2 * self.num_slices, kv_heads, self.group_rows)
-        self._part_out = torch.empty(*part, head_dim, dtype=torch.float32, device=device)
+        self._cuts = {window: (ints(max_seqs + 2), ints(self.num_slices)) for window in shape.windows}
+        self._arrived = ints(max_seqs, self.kv_heads)
+        part = (2 * self.num_slices, self.kv_heads, self.group_rows)
+        self._part_out = torch.empty(*part, self.head_dim, dtype=torch.float32, device=device)
         self._part_lse = torch.empty(*part, dtype=torch.float32, device=device)
 
     def plan_decode(self, layout: BatchLayout, num_seqs: int) -> None:

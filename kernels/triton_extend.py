@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from radixserve.kernels.interface import BatchLayout
+from radixserve.kernels.interface import AttentionShape, BatchLayout
 from radixserve.kernels.triton_attention import in_powers_of_two
 from radixserve.kernels.triton_attention_kernels import inside
 
@@ -23,19 +23,11 @@ class TritonExtendAttention:
     """Attention of the chunks of a layout. The queries of chunk c are the tokens ``query_starts[c] ..``; a chunk may be
     empty. With ``pdl`` it reads the layout before the kernel ahead has ended, as ``TritonDecodeAttention`` does."""
 
-    def __init__(
-        self,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        pdl: bool = True,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> None:
-        assert q_heads % kv_heads == 0
-        self._kv_heads, self._group, self._head_dim, self._pdl = kv_heads, q_heads // kv_heads, head_dim, pdl
-        self._scale, self._softcap = in_powers_of_two(head_dim, scale, softcap)
+    def __init__(self, shape: AttentionShape, pdl: bool = True) -> None:
+        assert shape.num_heads % shape.num_kv_heads == 0
+        self._kv_heads, self._group, self._pdl = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, pdl
+        self._head_dim = shape.head_dim
+        self._scale, self._softcap = in_powers_of_two(shape)
 
     def run(
         self, layout: BatchLayout, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, window: int | None = None

@@ -33,8 +33,7 @@ _START_UNITS = 12
 
 class TritonSharedAttention:
     """As ``TritonDecodeAttention``, for layers without a window and layouts that have ``shared`` tiles. ``plain`` is
-    that kernel for the same model; ``tile_rows`` of queries are multiplied at once; ``value_bytes``: of a number in the
-    cache."""
+    that kernel for the same model; ``tile_rows`` of queries are multiplied at once."""
 
     def __init__(
         self,
@@ -43,11 +42,11 @@ class TritonSharedAttention:
         device: torch.device,
         tile_rows: int = ROWS,
         tuning: DecodeTuning | None = None,
-        value_bytes: int = 2,
     ) -> None:
         self._plain, self._tile_rows = plain, tile_rows
         self._tuning = tuning or replace(plain.tuning, start_units=_START_UNITS)
         tile_members = tile_rows // plain.group
+        value_bytes = (plain.shape.cache_dtype or plain.shape.dtype).itemsize
         token_bytes = 2 * value_bytes * plain.kv_heads * plain.head_dim
         self.rule = SharedPrefixRule(tile_members, _OVERHEAD_BYTES // token_bytes, _MIN_SAVED_SHARE)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -83,7 +83,7 @@ def test_replayed_decode_steps_equal_eager_torch_and_padding_touches_nothing(num
     table_host = rng.permutation(MAX_ROWS * COLUMNS).astype(np.int32).reshape(MAX_ROWS, COLUMNS)
     table_host[:, :num_shared] = table_host[0, :num_shared]
     table = torch.from_numpy(table_host).to(device)
-    attention = TritonDecodeAttention(HEADS, KV_HEADS, DIM, MAX_ROWS, device)
+    attention = TritonDecodeAttention(AttentionShape(HEADS, KV_HEADS, DIM, PAGE_SIZE, BF16), MAX_ROWS, device)
     sharing = TritonSharedAttention(attention, MAX_ROWS, device)
     last_tokens = torch.zeros(MAX_ROWS + 1, dtype=torch.int64, device=device)
     greedy = torch.tensor([[0.0, 1.0, 0.0]] * (MAX_ROWS + 1), device=device)

@@ -74,8 +74,8 @@ def test_triton_decode_attention_equals_torch(
     layout, num_pages = make_layout(kv_lens, [1] * len(kv_lens), page_size)
     k_cache, v_cache = randn(num_pages, page_size, kv_heads, dim), randn(num_pages, page_size, kv_heads, dim)
     q = randn(len(kv_lens), q_heads, dim)
-    tuning = DecodeTuning(start_units=start_units)
-    kernel = TritonDecodeAttention(q_heads, kv_heads, dim, len(kv_lens), DEVICE, tuning=tuning)
+    shape, tuning = AttentionShape(q_heads, kv_heads, dim, page_size, BF16), DecodeTuning(start_units=start_units)
+    kernel = TritonDecodeAttention(shape, len(kv_lens), DEVICE, tuning=tuning)
     kernel.plan_decode(layout, len(kv_lens))
     first, second = (torch.full_like(q, float("nan")) for _ in range(2))
     kernel.run_decode(q, k_cache, v_cache, first)
@@ -121,9 +121,10 @@ def test_split_attention_equals_torch_in_mixed_steps(queries: list[int], page_si
     layout, num_pages = make_layout(kv_lens, queries, page_size)
     k_cache, v_cache = randn(num_pages, page_size, 8, 128), randn(num_pages, page_size, 8, 128)
     q = randn(sum(queries), 16, 128)
-    chunks = FlashInferAttention(AttentionShape(16, 8, 128, page_size, BF16), DEVICE)
+    shape = AttentionShape(16, 8, 128, page_size, BF16)
+    chunks = FlashInferAttention(shape, DEVICE)
     reference = attend(layout, q, k_cache, v_cache)
-    decodes, unplanned = TritonDecodeAttention(16, 8, 128, 8, DEVICE), TritonExtendAttention(16, 8, 128)
+    decodes, unplanned = TritonDecodeAttention(shape, 8, DEVICE), TritonExtendAttention(shape)
     for kernel in (SplitAttention(decodes, chunks, unplanned), chunks):
         kernel.plan(layout)
         assert error(kernel.run(q, k_cache, v_cache), reference) < 1e-2
@@ -148,7 +149,8 @@ def test_padded_steps_planned_on_the_device_equal_torch(
     k_cache, v_cache = randn(num_pages, 16, kv_heads, dim), randn(num_pages, 16, kv_heads, dim)
     tokens, first = sum(queries), layout.num_decodes
     q = randn(tokens + 9, q_heads, dim)
-    oracle = TorchAttention(AttentionShape(q_heads, kv_heads, dim, 16, BF16, 0.1, softcap, (window,)), DEVICE)
+    shape = AttentionShape(q_heads, kv_heads, dim, 16, BF16, 0.1, softcap, (window,))
+    oracle = TorchAttention(shape, DEVICE)
     oracle.plan(layout)
     reference = oracle.run(q[:tokens], k_cache, v_cache, window)
 
@@ -158,11 +160,8 @@ def test_padded_steps_planned_on_the_device_equal_torch(
     padded = pad(StepInputs(*[nothing] * 3, *sequences, *[nothing] * 4), first, size)
     on_device = [torch.from_numpy(array).to(DEVICE) for array in (padded.rows, padded.kv_lens, padded.query_starts)]
     unplanned = BatchLayout(size.decodes, 16, *on_device, layout.page_table, *[nothing] * 3, layout.page_table_host)
-    decodes = TritonDecodeAttention(
-        q_heads, kv_heads, dim, size.decodes, DEVICE, scale=0.1, softcap=softcap, windows=(window,)
-    )
-    extend = TritonExtendAttention(q_heads, kv_heads, dim, scale=0.1, softcap=softcap)
-    kernel = SplitAttention(decodes, None, extend)
+    decodes = TritonDecodeAttention(shape, size.decodes, DEVICE)
+    kernel = SplitAttention(decodes, None, TritonExtendAttention(shape))
     kernel.plan(unplanned)
     assert error(kernel.run(q, k_cache, v_cache, window)[:tokens], reference) < 1e-2
 

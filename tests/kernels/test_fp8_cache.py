@@ -100,9 +100,8 @@ def test_triton_decodes(
     triton_attention = pytest.importorskip("radixserve.kernels.triton_attention")
     layout = layout_of([70, 5, 230], [1, 1, 1])
     k, v, q = narrow_cache(layout, kv_heads, dim), narrow_cache(layout, kv_heads, dim), randn(3, q_heads, dim)
-    kernel = triton_attention.TritonDecodeAttention(
-        q_heads, kv_heads, dim, 3, DEVICE, pdl=not INTERPRETED, scale=0.01, windows=(window,)
-    )
+    shape = AttentionShape(q_heads, kv_heads, dim, PAGE, DTYPE, 0.01, windows=(window,), cache_dtype=FP8)
+    kernel = triton_attention.TritonDecodeAttention(shape, 3, DEVICE, pdl=not INTERPRETED)
     kernel.plan_decode(layout, 3)
     out = torch.empty_like(q)
     kernel.run_decode(q, k, v, out, window)
@@ -116,7 +115,7 @@ def test_triton_chunks(window: int | None) -> None:
     layout = layout_of([70, 5, 150], [20, 5, 33])
     k, v, q = narrow_cache(layout, 2, 64), narrow_cache(layout, 2, 64), randn(58, 8, 64)
     out = torch.empty_like(q)
-    kernel = triton_extend.TritonExtendAttention(8, 2, 64, pdl=not INTERPRETED, scale=0.01)
+    kernel = triton_extend.TritonExtendAttention(AttentionShape(8, 2, 64, PAGE, DTYPE, 0.01), pdl=not INTERPRETED)
     kernel.run(layout, q, k, v, out, window)
     assert error(out, expected(layout, q, k, v, window)) < TOLERANCE
 

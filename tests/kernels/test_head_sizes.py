@@ -52,11 +52,10 @@ def test_decodes_and_chunks_equal_torch(
     step = layout()
     caches = [torch.randn(step.page_table.numel(), PAGE_SIZE, kv_heads, dim, device=DEVICE).to(DTYPE) for _ in range(2)]
     q = torch.randn(sum(QUERIES), q_heads, dim, device=DEVICE).to(DTYPE)
-    pdl, heads = not INTERPRETED, (q_heads, kv_heads, dim)
-    decodes = TritonDecodeAttention(*heads, 4, DEVICE, pdl=pdl, softcap=softcap, windows=(window,))
+    decodes = TritonDecodeAttention(shape, 4, DEVICE, pdl=not INTERPRETED)
     oracle = TorchAttention(shape, DEVICE)
     found = []
-    for kernel in (SplitAttention(decodes, None, TritonExtendAttention(*heads, pdl=pdl, softcap=softcap)), oracle):
+    for kernel in (SplitAttention(decodes, None, TritonExtendAttention(shape, pdl=not INTERPRETED)), oracle):
         kernel.plan(step)
         found.append(kernel.run(q, *caches, window).float())
     assert float((found[0] - found[1]).norm() / found[1].norm()) < (1e-5 if INTERPRETED else 1e-2)

@@ -182,7 +182,8 @@ def test_triton_kernel_reads_prefixes_once_and_gives_what_torch_gives(
     shape = (case.num_pages, page_size, kv_heads, dim)
     k_cache, v_cache = (torch.randn(shape, device=DEVICE).to(torch_dtype) for _ in range(2))
     q = torch.randn(num_seqs, q_heads, dim, device=DEVICE).to(torch_dtype)
-    plain = TritonDecodeAttention(q_heads, kv_heads, dim, num_seqs + 4, DEVICE, pdl=not INTERPRETED)
+    heads = AttentionShape(q_heads, kv_heads, dim, page_size, torch_dtype)
+    plain = TritonDecodeAttention(heads, num_seqs + 4, DEVICE, pdl=not INTERPRETED)
     kernel = TritonSharedAttention(plain, num_seqs + 4, DEVICE, tuning=DecodeTuning(start_units=start_units))
     members = kernel.rule.tile_members
     tiles = unpack_tiles(torch.from_numpy(case.packed(members)).to(DEVICE), num_seqs, members)
