@@ -206,7 +206,6 @@ class _Parts:
             Sampler(sizes.max_num_seqs, self.design.spec.vocab_size, sizes.device, select_sampling(sizes.device)),
             max_rows=sizes.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
-            pulse=kernels.pulse,
         )
 
     def _with_attention(self) -> tuple[CausalLM, AttentionKernel]:

@@ -65,7 +65,6 @@ class DecoderTrunk(nn.Module):
         stream, pending = self.embed_tokens(ids, ctx.ops), None
         for layer, cos_sin in zip(self.layers, tables, strict=True):
             stream, pending = layer(stream, pending, cos_sin, ctx)
-            ctx.pulse()
         normed: Tensor = self.norm(stream, pending, ctx.ops)
         return normed
 

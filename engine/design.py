@@ -127,7 +127,7 @@ def _choose_kernels(config: ServeConfig, spec: ModelSpec, device: torch.device, 
     requested = sizing.choose_torch_dtype(config, config.dtype, device.type)
     has_native_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     dtype = sizing.choose_dtype(requested, spec.dtype, device.type, has_native_bf16)
-    layer_ops = select_ops(device, dtype, config.moe_backend, deterministic=config.deterministic)
+    layer_ops = select_ops(device, dtype, config.moe_backend, deterministic=config.deterministic, pulse=pulse)
     return Kernels(layer_ops, dtype, pulse, notice)
 
 

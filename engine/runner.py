@@ -48,13 +48,11 @@ class ModelRunner:
         *,
         max_rows: int,
         max_pages_per_row: int,
-        pulse: Callable[[], None] = lambda: None,
     ):
         self._model = model
         self._attention = attention
         self._ops = ops
         self._sampler = sampler
-        self._pulse = pulse
         self._prompt_logprobs = PromptLogprobs(lambda hidden: model.logits(hidden, ops))
         self._device = kv.buffer.device
         self._page_size = kv.buffer.shape[3]
@@ -218,7 +216,7 @@ class ModelRunner:
 
     def _context(self, positions: Tensor, slots: Tensor) -> ForwardContext:
         caches = (self._k_caches, self._v_caches)
-        return ForwardContext(self._ops, self._attention, positions, slots, *caches, self._pulse)
+        return ForwardContext(self._ops, self._attention, positions, slots, *caches)
 
     def _draw(self, hidden: Tensor, host: StepInputs[Int32s], inputs: StepInputs[Tensor]) -> Draw:
         """How to sample for the sequences that want it; ``inputs`` may be padded."""

@@ -31,6 +31,7 @@ class CudaOps(TorchOps):
         multiplies_fp8: bool = False,
         sums: RankSums | None = None,
     ) -> None:
+        super().__init__()
         self._pdl, self._experts, self._multiplies_fp8, self._sums = pdl, experts, multiplies_fp8, sums
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

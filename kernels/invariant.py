@@ -31,6 +31,7 @@ class InvariantOps(TorchOps):
         padded = F.pad(y, (0, 0, 0, -num_rows % BLOCK_ROWS))
         out = torch.empty(len(padded), len(weight), dtype=y.dtype, device=y.device)
         for rows, product in zip(padded.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True):
+            self._pulse()
             product.copy_(F.linear(rows, weight, bias))
         return out[:num_rows]
 

@@ -71,6 +71,7 @@ class NativeOps(TorchOps):
     """Packed weights are uint8 (``packing.py``); what has other weights is left to torch. Everything is contiguous."""
 
     def __init__(self, library: NativeLibrary):
+        super().__init__()
         self._library = library
         self._program: Program | None = None
 

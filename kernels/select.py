@@ -54,11 +54,13 @@ def select_ops(
     *,
     deterministic: bool = False,
     sums: RankSums | None = None,
+    pulse: Callable[[], None] = lambda: None,
 ) -> Ops:
     """Operations of a layer for ``device`` and activations of ``dtype``; ``select_native`` for packed weights.
     ``moe_backend``: "torch" has experts multiplied by torch, on a GPU too. ``deterministic``: results of a token must
-    not depend on its batch. ``sums``: they have norms make the sums over ranks, if ``makes_sums``."""
-    by_torch = InvariantOps() if deterministic else TorchOps()
+    not depend on its batch. ``sums``: they have norms make the sums over ranks, if ``makes_sums``. ``pulse``: as in
+    ``select_native``, for torch on a CPU."""
+    by_torch = InvariantOps(pulse) if deterministic else TorchOps(pulse)
     if not makes_sums(device, dtype):
         return by_torch
     from radixserve.kernels.cuda_invariant import InvariantCudaOps  # Triton comes with torch for CUDA only

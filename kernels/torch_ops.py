@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,10 +13,15 @@ from radixserve.kernels.quantized import FP8, QuantizedMatrix, Stack, matrix_of
 
 # More tokens than ever lie within one bf16 rounding step of the largest logit.
 _REFINED_LOGITS = 16
+# Multiplications between two beats of the pulse of a CPU: three seconds, where they are as slow as ten a nanosecond.
+_MULTIPLICATIONS = 1 << 35
 
 
 class TorchOps:
-    """Stateless; see ``Ops`` for shapes. Only ``experts`` waits for the device."""
+    """See ``Ops`` for shapes. Only ``experts`` waits for the device. ``pulse`` beats while a CPU multiplies."""
+
+    def __init__(self, pulse: Callable[[], None] = lambda: None):
+        self._pulse = pulse
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         rows = F.embedding(ids, weight)
@@ -60,7 +67,11 @@ class TorchOps:
         return self._product(y, weight.dequantized(y.dtype) if isinstance(weight, QuantizedMatrix) else weight, bias)
 
     def _product(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(y, weight, bias)
+        self._pulse()
+        most_rows = max(1, _MULTIPLICATIONS // weight.numel())
+        if y.is_cuda or len(y) <= most_rows:
+            return F.linear(y, weight, bias)
+        return torch.cat([self._product(rows, weight, bias) for rows in y.split(most_rows)])
 
     def _gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return self.silu_mul(self.linear(x, weight, bias))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,9 +13,7 @@ from radixserve.kernels.interface import AttentionKernel, Ops
 class ForwardContext:
     """State of a step, passed down and never fetched. T: tokens of the step. ``attention`` is already planned.
 
-    ``k_caches`` and ``v_caches``: one [pages, page_size, kv_heads, head_dim] for each layer. ``pulse`` is
-    called between layers.
-    """
+    ``k_caches`` and ``v_caches``: one [pages, page_size, kv_heads, head_dim] for each layer."""
 
     ops: Ops
     attention: AttentionKernel
@@ -24,4 +21,3 @@ class ForwardContext:
     slots: Tensor  # int64 [T]
     k_caches: tuple[Tensor, ...]
     v_caches: tuple[Tensor, ...]
-    pulse: Callable[[], None] = lambda: None

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from radixserve.kernels import torch_ops
 from radixserve.kernels.interface import HeadPlaces, Norm
+from radixserve.kernels.invariant import InvariantOps
 from radixserve.kernels.torch_ops import TorchOps
 
 OPS = TorchOps()
@@ -25,6 +27,22 @@ def test_norm_with_residual_adds_first() -> None:
     torch.testing.assert_close(new_residual, stream)
     torch.testing.assert_close(out, normed(stream, weight))
     torch.testing.assert_close(OPS.rms_norm(x, Norm(weight, EPS)), normed(x, weight))
+
+
+@pytest.mark.parametrize("kind", [TorchOps, InvariantOps])
+def test_the_pulse_beats_between_products_and_within_large_ones(
+    kind: type[TorchOps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats: list[int] = []
+    ops = kind(lambda: beats.append(1))
+    x, weight, bias = randn(100, 32), randn(64, 32), randn(64)
+    expected = x @ weight.T + bias
+    torch.testing.assert_close(ops.linear(x, weight, bias), expected)
+    assert beats
+    beats.clear()
+    monkeypatch.setattr(torch_ops, "_MULTIPLICATIONS", 25 * 64 * 32)
+    torch.testing.assert_close(ops.linear(x, weight, bias), expected)
+    assert len(beats) >= 4
 
 
 def test_gate_is_the_first_half() -> None:
