@@ -315,8 +315,9 @@ class _Parts:
         # The others share the memory of the largest.
         num_graphs = self._capture(runner, -1, lambda share: None) if self._captures(runner) else 0
         graph_bytes = free - torch.cuda.mem_get_info(device)[0] + _GRAPH_BYTES * num_graphs
+        runner.release_graphs()  # which NCCL would wait for at the end
         del runner
-        gc.collect()  # a runner and its graphs know each other
+        gc.collect()  # its parts know each other
         torch.cuda.empty_cache()
         return peak + graph_bytes
 

@@ -18,7 +18,7 @@ from radixserve.engine.peers import PeerLink, connect_peers
 from radixserve.engine.sharding import Shard
 from radixserve.kernels.interface import Norm
 
-_TAKE_DOWN_S = 10.0
+_TAKE_DOWN_S = 3.0
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ class TorchRanks:
 
     NCCL's communicator lives until all graphs that contain its operations are destroyed; to destroy or to abort it
     waits for that, and to destroy it would also wait for the other ranks to do the same, who leave their process
-    instead. So it is aborted, in the background, and whoever owns the graphs releases them before ``leave``.
+    instead. So it is aborted, in the background, and whoever owns the graphs releases them before ``leave``. Nor may
+    graphs hold buffers that other ranks have opened: it would ask these, when they are gone, to close them.
     """
 
     def __init__(self, shard: Shard, device: torch.device, *, only_nccl: bool = False):
@@ -72,6 +73,7 @@ class TorchRanks:
         """Blocks until all ranks are there, who find each other by files in ``meeting``."""
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")  # all ranks are on this host
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # see above
         # Torch would end the process when it sees that another rank is gone; that is ``Team``'s to see.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
@@ -127,9 +129,8 @@ class TorchRanks:
         """Undo ``meet``, once no collective will follow. Waits for no other rank, and not for ever."""
         if not self._met:
             return
+        self.abort()
         self._met = False
-        if self._peers is not None:
-            self._background.submit(self._peers.let_go)
         ended = self._background.submit(
             dist.distributed_c10d._abort_process_group if self._on_gpu else dist.destroy_process_group
         )

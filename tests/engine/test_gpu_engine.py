@@ -186,12 +186,17 @@ def bounded() -> Iterator[None]:
 
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}], ids=str)
-def test_two_ranks_give_the_answers_of_transformers(llama: Model, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48, "num_pages": None}], ids=str
+)
+def test_two_ranks_give_the_answers_of_transformers_and_part(
+    llama: Model, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with llama.open(tensor_parallel_size=2, **options) as llm:
         assert "2 x " in llm.description
         for _ in range(2):
             llama.check(llm.generate(tiny_models.PROMPTS, greedy()))
+    assert "not let go" not in caplog.text
 
 
 @pytest.mark.parametrize(

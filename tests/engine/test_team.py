@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,14 +100,23 @@ def test_four_ranks_give_the_tokens_of_one_and_end_with_any_of_them(
 def test_graphs_are_released_before_the_ranks_part_and_others_may_meet_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL waits for the graphs that contain its sums."""
+    """NCCL waits for the graphs that contain its sums. Nor does the closed object keep the weights."""
     done: list[str] = []
+    runners: list[weakref.ref[ModelRunner]] = []
     leave = TorchRanks.leave
-    monkeypatch.setattr(ModelRunner, "release_graphs", lambda runner: done.append("released"))
+
+    def release(runner: ModelRunner) -> None:
+        runners.append(weakref.ref(runner))
+        done.append("released")
+
+    monkeypatch.setattr(ModelRunner, "release_graphs", release)
     monkeypatch.setattr(TorchRanks, "leave", lambda ranks: (done.append("left"), leave(ranks)))
     first = open_llm(folder, 2)
+    first.generate(tiny_models.PROMPTS[0], greedy())
     first.close()
     assert done == ["released", "left"]
+    gc.collect()
+    assert [runner() for runner in runners] == [None]
     with open_llm(folder, 2) as second:
         first.close()  # once more, which is not for the second
         assert len(second.generate(tiny_models.PROMPTS[0], greedy())[0].token_ids) == 8
