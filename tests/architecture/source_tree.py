@@ -1,8 +1,9 @@
-"""The project's modules and what they import, read from their syntax trees."""
+"""The project's files, its modules, and what these import, read from their syntax trees."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,6 +50,19 @@ def modules(*parts: str) -> list[Module]:
     if parts:
         return [module for module in modules() if module.part in parts]
     return [_module(path) for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
+
+
+@cache
+def tracked(pattern: str = "*") -> list[Path]:
+    """Files of the project, those that are not committed yet too."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [path for name in listed.stdout.split() if (path := ROOT / name).is_file()]
 
 
 def project_modules(names: set[str]) -> set[str]:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from functools import cache
 from pathlib import Path
 
-from radixserve.tests.architecture.source_tree import ROOT
+from radixserve.tests.architecture.source_tree import ROOT, tracked
 
 _LINK = re.compile(r"\[[^][]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-
-
-def pages() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [ROOT / name for name in listed.stdout.split()]
 
 
 @cache
@@ -40,7 +28,7 @@ def leads_nowhere(page: Path, link: str) -> bool:
 def test_links_lead_somewhere() -> None:
     links = [
         (page, link)
-        for page in pages()
+        for page in tracked("*.md")
         for link in _LINK.findall(_CODE.sub("", page.read_text(encoding="utf-8")))
         if "://" not in link and not link.startswith("mailto:")
     ]
