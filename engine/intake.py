@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from radixserve.engine.constraint import ConstraintSource, TokenConstraint
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, ToFrontend, TokenEvent
-from radixserve.engine.scheduler import RETRY_AFTER_S, Scheduler
+from radixserve.engine.request import overloaded
+from radixserve.engine.scheduler import Scheduler
 
 COMPILE_TIMEOUT_S = 90.0  # how long a request may wait for its grammar; a trial ends before
 _THREADS = 2
@@ -64,8 +65,7 @@ class Intake:
         if grammar is None or constraint is not None:
             return self._scheduler.submit(frontend, submit, constraint)
         if self.num_compiling >= _MAX_COMPILING:
-            message = f"the server is overloaded: {self.num_compiling} requests wait for their grammar already"
-            return Rejected(submit.uid, message, code="queue_full", status=429, retry_after_s=RETRY_AFTER_S)
+            return overloaded(submit.uid, f"{self.num_compiling} requests wait for their grammar already")
         job = self._jobs.get(grammar)
         if job is None:
             future = self._threads.submit(self._grammars.compile, grammar)
@@ -99,8 +99,7 @@ class Intake:
 
     def _refusal(self, submit: Submit, future: Future[TokenConstraint]) -> Rejected | None:
         if future.cancelled():  # it has never begun
-            message = "the server is overloaded: others compile their grammars; try again later"
-            return Rejected(submit.uid, message, code="queue_full", status=503, retry_after_s=RETRY_AFTER_S)
+            return overloaded(submit.uid, "others compile their grammars", status=503)
         if not future.done():
             message = f"takes more than {self._timeout_s:g} s to compile: make the schema or grammar simpler"
             return Rejected(submit.uid, message, code="grammar_too_complex", param="grammar")

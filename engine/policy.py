@@ -102,9 +102,6 @@ class WaitingLine:
         line.num_tokens += request.total_len
         self._num_requests += 1
 
-    def remove(self, request: Request) -> None:
-        self._take_out(request)
-
     def candidates(self, cached_len: Callable[[Request], int], running: Iterable[Request]) -> Iterable[Request]:
         """Waiting requests in the order in which to try them. ``cached_len`` tells the tokens cached of one; the
         ``running`` ones are charged before tenants are compared."""
@@ -124,9 +121,22 @@ class WaitingLine:
         self.shares.settle(running)
         return self._lines[self.shares.least_served(self._lines)].requests[0]
 
+    def remove(self, request: Request) -> list[Request]:
+        """Take ``request`` out; returns those before it in its line, with lpm."""
+        line = self._lines[request.tenant]
+        index = bisect_left(line.requests, self._policy.rank(request), key=self._policy.rank)
+        assert index < len(line.requests) and line.requests[index] is request, "the request does not wait"
+        del line.requests[index]
+        line.num_tokens -= request.total_len
+        self._num_requests -= 1
+        if not line.requests:
+            del self._lines[request.tenant]
+            self.shares.leave(request.tenant)
+        return line.requests[:index] if self._policy.prefers_cached else []
+
     def admit(self, request: Request) -> None:
         """Take ``request`` out for its admission; with lpm those of its tenant that stood before it were overtaken."""
-        for passed in self._take_out(request):
+        for passed in self.remove(request):
             passed.overtaken += 1
 
     def _ordered(self, line: list[Request], cached_len: Callable[[Request], int]) -> list[Request]:
@@ -139,19 +149,6 @@ class WaitingLine:
         others = [request for request in window if request.overtaken < _MAX_OVERTAKEN]
         others.sort(key=lambda request: -cached_len(request))  # stable: by rank where equal
         return overdue + others + line[_LOOKAHEAD:]
-
-    def _take_out(self, request: Request) -> list[Request]:
-        """Remove ``request``; returns those before it in its line."""
-        line = self._lines[request.tenant]
-        index = bisect_left(line.requests, self._policy.rank(request), key=self._policy.rank)
-        assert index < len(line.requests) and line.requests[index] is request, "the request does not wait"
-        del line.requests[index]
-        line.num_tokens -= request.total_len
-        self._num_requests -= 1
-        if not line.requests:
-            del self._lines[request.tenant]
-            self.shares.leave(request.tenant)
-        return line.requests[:index] if self._policy.prefers_cached else []
 
 
 class FairShares:

@@ -19,6 +19,8 @@ RequestKey = tuple[bytes, int]
 # Requests that share a prefix worth waiting for have the same first tokens, so many of them.
 PREFIX_KEY_TOKENS = 16
 
+_RETRY_AFTER_S = 1.0
+
 # What a generated token costs a tenant, in prompt tokens: a step reads all weights for each (as in arXiv 2401.00588).
 _OUTPUT_COST = 2
 
@@ -153,6 +155,12 @@ def refusal(
             message = f"{name}: token ids must be between 0 and {vocab_size - 1}"
             return Rejected(uid, message, code="invalid_token_id", param=name)
     return None
+
+
+def overloaded(uid: int, why: str, *, code: str = "queue_full", status: int = 429) -> Rejected:
+    """For now: the same request may be accepted later."""
+    message = f"the server is overloaded: {why}; try again later"
+    return Rejected(uid, message, code=code, status=status, retry_after_s=_RETRY_AFTER_S)
 
 
 def _too_long(uid: int, length: int, limit: str) -> Rejected:

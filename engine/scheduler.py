@@ -21,12 +21,11 @@ from radixserve.engine.outbox import Outbox
 from radixserve.engine.pace import PrefillPace
 from radixserve.engine.planner import StepPlanner, decode_limit
 from radixserve.engine.policy import POLICIES
-from radixserve.engine.request import Request, RequestKey, refusal
+from radixserve.engine.request import Request, RequestKey, overloaded, refusal
 from radixserve.engine.running import RunningRequests
 from radixserve.engine.step import Int32s, PrefillChunk, StepPlan, StepResult
 from radixserve.kvcache.manager import CacheManager
 
-RETRY_AFTER_S = 1.0
 # Forced tokens for which a request leaves the decodes. The same with and without overlap, so that tokens are the same.
 _LEAST_JUMP = 2
 
@@ -157,11 +156,8 @@ class Scheduler:
         for request in expired:
             self._outbox.counters.rejected += 1
             self._end(request)
-        message = f"the server is overloaded: the request waited {limit_s:g} s for its turn; try again later"
-        return [
-            (r.key[0], Rejected(r.uid, message, code="queue_timeout", status=503, retry_after_s=RETRY_AFTER_S))
-            for r in expired
-        ]
+        why = f"the request waited {limit_s:g} s for its turn"
+        return [(r.key[0], overloaded(r.uid, why, code="queue_timeout", status=503)) for r in expired]
 
     def take_outputs(self) -> dict[bytes, Outputs]:
         """What came since the last call, by frontend."""
@@ -281,9 +277,7 @@ class Scheduler:
             max_requests=options.max_num_queued_reqs + self._admission.free_seats,
             max_tokens=options.max_num_queued_tokens,
         ):
-            queue = f"{len(waiting)} requests with {waiting.num_tokens} tokens wait already"
-            message = f"the server is overloaded: {queue}; try again later"
-            return Rejected(submit.uid, message, code="queue_full", status=429, retry_after_s=RETRY_AFTER_S)
+            return overloaded(submit.uid, f"{len(waiting)} requests with {waiting.num_tokens} tokens wait already")
         return refusal(
             submit,
             prompt,
