@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
+from radixserve.engine.families.registry import FAMILIES
 from radixserve.tests.architecture.source_tree import ROOT, modules, tracked
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -72,6 +73,11 @@ def test_the_map_names_nothing_that_is_gone() -> None:
     names = {name for name in names_on_the_map() if not name.startswith("kernels/")}
     assert len(names) > 80
     assert [name for name in names if not (ROOT / name if name.endswith("/") else ROOT / f"{name}.py").exists()] == []
+
+
+def test_the_page_of_models_has_every_class_that_can_be_served() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [name for family in FAMILIES for name in family.hf_classes if f"`{name}`" not in page] == []
 
 
 def test_the_readme_lists_the_folders_with_code() -> None:

@@ -1,9 +1,11 @@
 """The text side by itself, and the operators' routes."""
 
+import re
 from pathlib import Path
 
 import httpx
 
+from radixserve.tests.architecture.source_tree import ROOT
 from radixserve.tests.server.byte_model import write_byte_model
 from radixserve.tests.server.service import CHAT, COMPLETIONS, Service, running_service
 
@@ -74,12 +76,25 @@ def test_cache_is_flushed(http: httpx.Client) -> None:
 
 
 def test_openapi_describes_the_bodies(http: httpx.Client) -> None:
-    document = http.get("/openapi.json").json()
+    answer = http.get("/openapi.json")
+    document = answer.json()
     schemas = document["components"]["schemas"]
     body = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/ChatRequest"}
     assert {"messages", "temperature", "cache_salt"} <= schemas["ChatRequest"]["properties"].keys()
     assert "StreamOptions" in schemas
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', answer.text)) <= schemas.keys()
+
+
+def test_the_page_of_the_api_has_every_route(http: httpx.Client) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    routes = {
+        f"{method.upper()} {re.sub('{.*}', '{id}', path)}"
+        for path, methods in http.get("/openapi.json").json()["paths"].items()
+        for method in methods
+    }
+    assert len(routes) > 12
+    assert {route for route in routes if f"`{route}`" not in page} == set()
 
 
 def test_without_a_template_chats_are_refused_and_raw_prompts_work(folder: Path) -> None:
