@@ -3,7 +3,7 @@
 Starts a process for each rank. For each number of tokens: NCCL's sum and ours (``kernels/triton_peers.py``), alone and
 with the residual and the norm that follow, in microseconds; the largest error against the exact result, in units of the
 largest value; and whether all ranks have the same bits. Then the gathering of logits, and two endings: a sum whose
-partner is gone, and leaving NCCL after graphs have contained it. Nothing waits longer than ``--limit`` seconds.
+partner is gone, and leaving NCCL, which a graph contains until then. Nothing waits longer than ``--limit`` seconds.
 ``--tiny`` tries it out on a CPU.
 """
 
@@ -101,21 +101,22 @@ class Rank:
             body()
             return 1e6 * (time.perf_counter() - start) / CALLS
         call(x, residual)
-        return self.replayed_us(body) / CALLS
+        us = self.replayed_us(body) / CALLS
+        self.graph.reset()
+        return us
 
     def replayed_us(self, body: Callable[[], None]) -> float:
-        graph = torch.cuda.CUDAGraph()
+        """Of ``graph``, which contains ``body`` then."""
+        self.graph = graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # NCCL's own thread asks for its events all the time, which is no part of a capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             body()
         self.ranks.least(0)
-        us = statistics.median(replay_us(graph, REPLAYS))
-        graph.reset()
-        return us
+        return statistics.median(replay_us(graph, REPLAYS))
 
     def gather_us(self, rows: int, columns: int) -> float:
-        """Of logits as ``ParallelOps`` does it."""
+        """Of logits as ``ParallelOps`` does it. Its graph stays until the other ranks are gone, as a runner's do."""
         part = torch.randn(rows, columns // self.shard.size, device=self.device)
 
         def body() -> None:
@@ -157,6 +158,8 @@ def run_rank(options: argparse.Namespace) -> None:
             except RuntimeError as error:  # as when the driver takes the partner's memory away
                 print(f"a sum without a partner failed: {error}", flush=True)
         start = time.perf_counter()
+        if not options.tiny:
+            rank.graph.reset()
         rank.ranks.leave()
         print(f"left after {time.perf_counter() - start:.2f} s", flush=True)
     sys.stdout.flush()
