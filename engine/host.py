@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
@@ -35,6 +36,13 @@ def available_memory() -> int:
     """Bytes that can be taken without swapping and without reaching a control group's limit."""
     rooms = [room for group in _groups("memory") if (room := _memory_room(group)) is not None]
     return max(0, min([_system_available(), *rooms]))
+
+
+def give_memory_back() -> None:
+    """What is free goes back to the system: glibc keeps what a large piece of work took, for the next one."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _system_available() -> int:

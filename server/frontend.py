@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import InvalidRequest, RadixServeError
+from radixserve.engine.host import give_memory_back
 from radixserve.engine.messages import EngineStatus
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.text.text_model import TextModel, load_text_model
@@ -29,6 +30,8 @@ Result = TypeVar("Result")
 # Work on less than this many bytes takes less time than handing it to a thread.
 INLINE_BYTES = 4096
 _TEXT_THREADS = 2
+# Tokenizing takes some seventy times as much memory as the text, for a moment.
+_LARGE_BYTES = 1 << 20
 # After the drain's end, how long clients get to take the final error events.
 _FAREWELL_S = 2.0
 _PUBLISH_S = 1.0
@@ -143,10 +146,19 @@ class Frontend:
 
     async def offload(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """Do ``work`` on ``num_bytes`` of input, in a thread if it is too much for the event loop."""
-        return work() if num_bytes < INLINE_BYTES else await self._in_thread(work)
+        if num_bytes < INLINE_BYTES:
+            return work()
+        return await self._in_thread(work if num_bytes < _LARGE_BYTES else partial(_and_give_back, work))
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _and_give_back(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    finally:
+        give_memory_back()
 
 
 def _load_text(config: ServeConfig) -> TextModel:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import psutil
 import pytest
 
 from radixserve.engine.text.text_model import TextModel
@@ -135,6 +136,14 @@ def test_template_variables_cannot_replace_the_messages(api: Api) -> None:
     assert api.count("hi", chat_template_kwargs={"enable_thinking": False}) == count
     assert api.count("hi", reasoning_effort="low") == count
     refused(api.post(CHAT, chat_body("hi", chat_template_kwargs={"messages": []})), naming="chat_template_kwargs")
+
+
+def test_a_text_of_megabytes_leaves_no_memory_taken(api: Api) -> None:
+    worker = psutil.Process(api.http.get("/server_info").json()["worker_pid"])
+    before = worker.memory_info().rss
+    count = 400_000
+    assert api.answer("/tokenize", {"prompt": "hello " * count})["count"] >= count
+    assert worker.memory_info().rss - before < 60 << 20
 
 
 def test_tokens_and_text_go_both_ways(api: Api, text_model: TextModel) -> None:
