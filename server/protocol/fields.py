@@ -22,6 +22,9 @@ _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 _HEADER_SAFE = re.compile(r"[\w.\-]{1,64}", re.ASCII)
 _NAME = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _MAX_IGNORED_NAMES = 16
+# Every character of an answer is held against each stop string, in the event loop that all requests share.
+_MAX_STOPS = 128
+_MAX_STOP_CHARS = 16_384
 
 
 class RequestModel(BaseModel):
@@ -89,6 +92,12 @@ def _list_of(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _few(stops: list[str]) -> list[str]:
+    if len(stops) > _MAX_STOPS or sum(map(len, stops)) > _MAX_STOP_CHARS:
+        raise ValueError(f"must be at most {_MAX_STOPS} strings, of {_MAX_STOP_CHARS} characters together")
+    return stops
+
+
 def _integer_keys(value: object) -> object:
     if not isinstance(value, dict):
         return value
@@ -102,7 +111,12 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Harmless = Annotated[object, Field(description="Accepted; makes no difference")]
 # Of a tool, or of a request.
 Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"})]
-Stop = Annotated[list[str], BeforeValidator(_list_of), WithJsonSchema(any_of(NON_EMPTY, list_of(NON_EMPTY)))]
+Stop = Annotated[
+    list[str],
+    BeforeValidator(_list_of),
+    AfterValidator(_few),
+    WithJsonSchema(any_of(NON_EMPTY, {**list_of(NON_EMPTY), "maxItems": _MAX_STOPS})),
+]
 LogitBias = Annotated[
     dict[int, float],
     BeforeValidator(_integer_keys),

@@ -61,7 +61,11 @@ WRONG = {
     "n": [c for v in (0, -1, 129, True, 1.0) for c in both(n=v)],
     "stream": [c for v in ("yes", 1) for c in both(stream=v)],
     "stream_options": [c for v in ([], {"include_usage": 1}) for c in both(stream=True, stream_options=v)],
-    "stop": [c for v in ("", [""], ["zzz", ""], [1], {"a": 1}, 5) for c in both(stop=v)],
+    "stop": [
+        c
+        for v in ("", [""], ["zzz", ""], [1], {"a": 1}, 5, [str(i) for i in range(129)], "x" * 16_385)
+        for c in both(stop=v)
+    ],
     "stop_token_ids": [c for v in ([262], [-1], ["a"], 5) for c in both(stop_token_ids=v)],
     "logit_bias": [
         c
