@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from radixserve.kernels.triton_linear import prefetch_l2
+
 
 @triton.jit
 def start_units(length, START_UNITS: tl.constexpr):
@@ -154,10 +156,7 @@ def prefetch_first_block(
         slot = tl.load(table_row_ptr + token // PAGE).to(tl.int64) * PAGE + token % PAGE
         offset = slot[:, None] * slot_stride + tl.minimum(tl.arange(0, WIDTH // 64) * 64, D - 1)[None, :]
         for base in tl.static_range(2):
-            address = ((k_ptr if base == 0 else v_ptr) + offset).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-            )
+            prefetch_l2(((k_ptr if base == 0 else v_ptr) + offset).to(tl.int64))
 
 
 @triton.jit
