@@ -1,4 +1,4 @@
-"""Sweeps of the decode kernels on one GPU: `python benchmarks/gpu_kernels.py attention|linear [--out FILE]`.
+"""Sweeps of the decode kernels on one GPU: `python benchmarks/gpu_kernels.py attention|linear|sampling [--out FILE]`.
 
 Each candidate is compared with plain torch and timed in graph replays over more data than the L2 cache holds. Products
 are timed with the kernel that the library's product needs beside it: the activation, or the norm that sums its parts.
@@ -23,7 +23,7 @@ from gpu_timing import DEVICE, Job, attention_us, decode_layout, graph_us, preco
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.kernels import cuda_ops, triton_linear, triton_ops
+from radixserve.kernels import cuda_ops, triton_linear, triton_ops, triton_sampling
 from radixserve.kernels.interface import AttentionShape, Norm
 from radixserve.kernels.triton_attention import DecodeTuning, TritonDecodeAttention
 
@@ -224,6 +224,30 @@ class LinearCase:
         return graph_us(body, len(self.weights))
 
 
+# temperature, top-k (0: off), top-p, min-p
+RULES = {
+    "no filter": (0.6, 0, 1.0, 0.0),
+    "top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
+    "top-k 50": (1.0, 50, 1.0, 0.0),
+    "top-p 0.95": (0.6, 0, 0.95, 0.0),
+    "min-p 0.1": (1.0, 0, 1.0, 0.1),
+}
+
+
+def time_sampling(vocab: int = 151_936) -> list[Result]:
+    """Draws from logits like a model's: normal, with a deviation of 3."""
+    results = []
+    for (name, (temperature, top_k, top_p, min_p)), rows in itertools.product(RULES.items(), (1, 16, 256)):
+        logits = 3 * torch.randn(rows, vocab, device=DEVICE)
+        floats = torch.tensor([[temperature, top_p, min_p]] * rows, device=DEVICE)
+        ints = torch.tensor([[seed, top_k or vocab] for seed in range(rows)], device=DEVICE)
+        row, last = torch.arange(rows, dtype=torch.int32, device=DEVICE), torch.zeros(rows, device=DEVICE).long()
+        us = graph_us(partial(triton_sampling.sample, logits, row, floats, ints, row, last), 1)
+        results.append({"case": f"{rows} rows, {name}", "us": us})
+        print(f"{results[-1]['case']}: {us:.1f} us", flush=True)
+    return results
+
+
 def show(case: str, rows: list[Result]) -> None:
     """The three fastest, the library where there is one, and anything that is wrong."""
     ranked = sorted(rows, key=lambda row: row["us"])
@@ -235,12 +259,18 @@ def show(case: str, rows: list[Result]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("attention", "linear"))
+    parser.add_argument("what", choices=("attention", "linear", "sampling"))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="tokens of products")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results = sweep_attention() if options.what == "attention" else sweep_linear(options.shapes, options.batches)
+    match options.what:
+        case "attention":
+            results = sweep_attention()
+        case "linear":
+            results = sweep_linear(options.shapes, options.batches)
+        case _:
+            results = time_sampling()
     if options.out:
         options.out.write_text(json.dumps(results))
 

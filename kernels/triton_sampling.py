@@ -3,8 +3,9 @@
 
 argmax(logit / T - log(E)) with E exponentially distributed picks token i with probability softmax(logit / T)[i].
 
-Top-k, top-p and min-p each keep the tokens from some logit up. ``_floor_of_row`` finds the highest of these floors by
-bisection over the bits of a float, on the few largest logits where these are sure to hold it.
+Top-k, top-p and min-p each keep the tokens from some logit up. ``_floor_of_row`` finds the highest of these floors on
+the few largest logits where these are sure to hold it: by comparing each with each, or by bisection over the bits of a
+float where they are many.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 4096  # logits of one program, and candidates for a floor
+FEW = 128  # candidates, compared with each other: the usual top-k leaves no more
 
 
 @triton.jit
@@ -112,11 +114,32 @@ def _floor_of_values(values_ptr, size, top_k, top_p, weight, top, scale, has_top
 
 
 @triton.jit
+def _floor_of_few(values_ptr, size, top_k, top_p, weight, top, scale, has_top_k, FEW: tl.constexpr):
+    """``_floor_of_values`` of at most FEW values, without a step for each bit."""
+    at = tl.arange(0, FEW)
+    inside = at < size
+    x = tl.load(values_ptr + at, mask=inside, other=float("-inf"))
+    keys = tl.where(inside, _ordered(x), 0)
+    from_here = (keys[None, :] >= keys[:, None]) & inside[None, :]  # [of each value, the values from it up]
+    counts = tl.sum(from_here.to(tl.float32), 1)
+    weights = tl.sum(tl.where(from_here, _weight(x, top, scale)[None, :], 0.0), 1)
+    key = tl.full([], 0, tl.uint32)
+    if has_top_k:
+        key = tl.max(tl.where(counts >= top_k, keys, 0), 0)
+        at_key = inside & (keys == key)
+        surplus = tl.max(tl.where(at_key, counts, 0.0), 0) - top_k
+        weight = tl.max(tl.where(at_key, weights, 0.0), 0) - surplus * _weight(_value(key), top, scale)
+    if top_p < 1.0:
+        key = tl.maximum(key, tl.max(tl.where(weights >= top_p * weight, keys, 0), 0))
+    return key
+
+
+@triton.jit
 def _lane_bound(highest, wanted):
-    """The largest key from which on there are ``wanted`` of the values."""
+    """A key from which on there are ``wanted`` of the values, and hardly more: the largest with 20 bits."""
     bound = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
+    for _ in range(20):
         enough = tl.sum((_ordered(highest) >= (bound | bit)).to(tl.int32), 0) >= wanted
         bound = tl.where(enough, bound | bit, bound)
         bit = bit >> 1
@@ -159,6 +182,7 @@ def _floor_of_row(
     floats_stride,
     ints_stride,
     BLOCK: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -188,11 +212,17 @@ def _floor_of_row(
             bound = _lane_bound(highest, wanted)
             count, total, kept = _keep(line_ptr, vocab, bound, top, scale, kept_ptr, BLOCK)
             holds_top_p = (has_top_k == 0) & (kept >= top_p * total)
-            if (count <= BLOCK) & (few | holds_top_p):
+            if (count <= FEW) & (few | holds_top_p):
+                key = _floor_of_few(kept_ptr, count, top_k, top_p, total, top, scale, has_top_k, FEW)
+                key = tl.maximum(key, bound)
+            elif (count <= BLOCK) & (few | holds_top_p):
                 key = _floor_of_values(kept_ptr, count, top_k, top_p, total, top, scale, has_top_k, BLOCK)
+                key = tl.maximum(key, bound)
             else:
                 key = _floor_of_values(line_ptr, vocab, top_k, top_p, total, top, scale, has_top_k, BLOCK)
-            floor = _value(tl.minimum(key, _ordered(top)))
+            # Summed up in two orders all weights may come to less than their share top_p: then none is left out.
+            if key > 0:
+                floor = _value(tl.minimum(key, _ordered(top)))
         if min_p > 0.0:
             floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
     tl.store(floors_ptr + sample, floor)
@@ -288,7 +318,8 @@ def sample(
     rules, sizes = (rows, floats, ints), (vocab, logits.stride(0), floats.stride(0), ints.stride(0))
     launch = {"PDL": pdl, "launch_pdl": pdl}
     candidates = scratch(samples, BLOCK)
-    _floor_of_row[(samples,)](logits, *rules, candidates, floors, *sizes, BLOCK=BLOCK, num_warps=16, **launch)
+    looked_at = {"BLOCK": BLOCK, "FEW": FEW}
+    _floor_of_row[(samples,)](logits, *rules, candidates, floors, *sizes, **looked_at, num_warps=16, **launch)
     tensors = (logits, *rules, num_known, floors, best, best_id)
     _best_of_block[(blocks, samples)](*tensors, *sizes, BLOCK=BLOCK, num_warps=8, **launch)
     bests = (best, best_id, rows, drawn, last_tokens)

@@ -265,7 +265,16 @@ def test_sampling_follows_the_softmax_and_depends_on_seed_and_position_only() ->
 @pytest.mark.parametrize("vocab", [64, 151_936])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(20, 0.95, 0.0), (1, 1.0, 0.0), (3000, 0.7, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (0, 1.0, 0.2), (50, 1.0, 0.0)],
+    [
+        (20, 0.95, 0.0),
+        (1, 1.0, 0.0),
+        (3000, 0.7, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.05, 0.0),
+        (0, 1.0, 0.2),
+        (50, 1.0, 0.0),
+        (120, 0.9, 0.0),
+    ],
 )
 def test_filtered_draws_stay_inside_the_set_and_reach_its_ends(
     top_k: int, top_p: float, min_p: float, vocab: int, spread: float
