@@ -305,6 +305,22 @@ def test_filtered_draws_stay_inside_the_set_and_reach_its_ends(
     assert abs(float(ranks.double().mean()) - mean) < 6 * deviation / draws**0.5 + 1e-3
 
 
+def test_a_top_p_that_rounding_decides_fails_nobody() -> None:
+    """The candidates' weight is just about the share: summed up in another order it may be less."""
+    from radixserve.kernels.triton_sampling import sample
+
+    vocab, lanes, rows, temperature = 9000, 4096, 256, 0.8
+    one = randn(vocab, dtype=torch.float32)
+    best = F.pad(one, (0, 3 * lanes - vocab), value=-torch.inf).view(3, lanes).amax(0).sort(descending=True).values
+    bound = (best[lanes // 2 - 1].view(torch.int32) & ~0xFFF).view(torch.float32)
+    weights = ((one.double() - one.max()) / temperature).exp()
+    floats, ints = sampling_rules([temperature] * rows, vocab)
+    floats[:, 1] = weights[one >= bound].sum() / weights.sum() + torch.linspace(-3e-7, 3e-7, rows, device=DEVICE)
+    row, last_tokens = torch.arange(rows, device=DEVICE).int(), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    _, failed = sample(one.expand(rows, vocab), row, floats, ints, row, last_tokens)
+    assert not failed.any()
+
+
 def test_decode_inputs_find_each_rows_token_position_and_slot() -> None:
     from radixserve.kernels.triton_ops import decode_inputs
 
