@@ -79,8 +79,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         show_progress: bool = False,
     ) -> list[Completion]:
@@ -110,7 +110,8 @@ class LLM:
         running: dict[int, _Running] = {}
         num_given = 0
         try:
-            self._submit(self._ids(prompt), sampling_params or SamplingParams(), running)
+            (rules,) = _rules_for(1, sampling_params)
+            self._submit(self._ids(prompt), rules, running)
             ((_, request),) = running.items()
             completion = request.completion
             while num_given < len(completion.text) or not completion.finish_reason:
@@ -240,11 +241,14 @@ class _Running:
         self.completion.text += self._stops.feed(text) if self._stops and watches else text
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a text or a list of ints, several are a list of those."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt is a text or a list of ints, several are a list or whatever else yields those."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        raise InvalidRequest(f"prompts: a text, a list of token ids, or several, not {prompts!r}", param="prompts")
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int | np.integer) else listed
 
 
 def _pack(ids: list[int]) -> bytes:
@@ -258,12 +262,17 @@ def _pack(ids: list[int]) -> bytes:
     return np.frombuffer(packed, np.int32).astype("<i4", copy=False).tobytes()
 
 
-def _rules_for(count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+def _rules_for(count: int, given: SamplingParams | Iterable[SamplingParams] | None) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise InvalidRequest(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
-    return list(given)
+    listed = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(rules, SamplingParams) for rules in listed):
+        raise InvalidRequest(
+            f"sampling_params: a SamplingParams, or a list of them, not {given!r}", param="sampling_params"
+        )
+    if len(listed) != count:
+        raise InvalidRequest(f"{len(listed)} sampling_params for {count} prompts", param="sampling_params")
+    return listed
 
 
 def _load_text(config: ServeConfig) -> TextModel | None:

@@ -209,9 +209,24 @@ def test_one_stop_string_is_not_taken_for_its_letters(stop: Any) -> None:
     assert SamplingParams(stop=stop).stop == ("END",)
 
 
-def test_rules_must_be_as_many_as_prompts(folder: Path) -> None:
-    with open_llm(folder) as llm, pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
-        llm.generate(tiny_models.PROMPTS[0], [greedy(), greedy()])
+def test_arguments_may_be_anything_that_yields_prompts_and_rules(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        listed = tokens(llm, tiny_models.PROMPTS, greedy(2))
+        assert tokens(llm, iter(tiny_models.PROMPTS), (greedy(2) for _ in tiny_models.PROMPTS)) == listed
+
+
+def test_arguments_that_are_no_prompts_or_rules_are_refused_by_name(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        for prompts in (None, 7, {"a": 1}, b"abc"):
+            with pytest.raises(InvalidRequest, match="prompts: a text, a list of token ids"):
+                llm.generate(prompts, greedy())  # type: ignore[arg-type]
+        for rules in ("x", 7, {"temperature": 0}, [greedy(), None]):
+            with pytest.raises(InvalidRequest, match="sampling_params: a SamplingParams, or a list"):
+                llm.generate(tiny_models.PROMPTS[:2], rules)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="sampling_params: "):
+            next(llm.stream([1, 2], {"temperature": 0}))  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
+            llm.generate(tiny_models.PROMPTS[0], [greedy(), greedy()])
 
 
 def test_text_needs_a_tokenizer(folder: Path) -> None:
