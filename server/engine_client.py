@@ -210,7 +210,8 @@ class EngineClient:
 
     def _on_death(self) -> None:
         assert self.status is not None
-        log.error("engine process %d is gone: %d open requests fail", self.status.pid, self.num_open)
+        if self.num_open:  # that it is gone is the supervisor's to say
+            log.error("engine process %d is gone: %d open requests fail", self.status.pid, self.num_open)
         self._died = f"the engine process {self.status.pid} died; a new one is being started"
         self.status = None
         self._forget_process()

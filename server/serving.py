@@ -30,6 +30,7 @@ _LAST_SECONDS = 1
 # Requests leave few cycles behind: Python's own figures (700, 10, 10) made a quarter of a short request's cost.
 _GC_THRESHOLDS = (20_000, 20, 50)
 
+_log = logging.getLogger("radixserve.server")
 
 # Takes what is to be called, from any thread, with the seconds that running requests get.
 OnDrain = Callable[[Callable[[float], object]], None]
@@ -49,7 +50,7 @@ def serve(config: ServeConfig, on_drain: OnDrain) -> int:
     try:
         app = build_app(config, os.environ[lifeline.IPC_VARIABLE])
     except ConfigError as error:
-        logging.error("%s", error)
+        _log.error("%s", error)
         return lifeline.EXIT_HOPELESS
     server = _Server(
         uvicorn.Config(

@@ -84,7 +84,9 @@ def test_stuck_engine_is_unhealthy_until_it_goes_on(folder: Path) -> None:
         assert answers[0].status_code == 200
 
 
-def test_killed_engine_ends_every_request_and_the_next_one_serves(folder: Path) -> None:
+def test_killed_engine_ends_every_request_and_the_next_one_serves(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = ServeConfig(model=str(write_byte_model(folder / "model")), load_format="dummy")
     address = f"ipc://{folder}/engine"
     with running_frontend(config, address) as (url, frontend):
@@ -116,6 +118,11 @@ def test_killed_engine_ends_every_request_and_the_next_one_serves(folder: Path) 
             answer = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "<<again>>"}, timeout=10)
             assert answer.json()["choices"][0]["text"] == "again"
             assert frontend.client.num_open == 0
+        wait_until(lambda: health(url).json()["status"] == "dead")
+        # The second one took no request along, and that it died is said by its supervisor.
+        assert [line for line in caplog.messages if "is gone" in line] == [
+            f"engine process {engine.pid} is gone: 6 open requests fail"
+        ]
 
 
 @pytest.mark.parametrize("stream", [False, True])

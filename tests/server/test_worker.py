@@ -132,6 +132,13 @@ def test_model_that_cannot_be_read_is_hopeless(folder: Path) -> None:
         assert "Traceback" not in errors
 
 
+def test_the_log_names_us_as_the_source_of_keys_that_cannot_be_read(folder: Path) -> None:
+    with running_worker(folder, api_key_file=str(folder / "nowhere")) as worker:
+        status, errors = worker.leaves()
+        assert status == lifeline.EXIT_HOPELESS
+        assert "radixserve.server: cannot read the key file" in errors
+
+
 def test_before_it_serves_an_order_to_drain_ends_it(folder: Path) -> None:
     with running_worker(folder) as worker:
         worker.tell("drain 30")
