@@ -35,4 +35,6 @@ async def main(requests: Path, answers: Path) -> None:
     print(f"{len(done)} answers, {sum('error' in item for item in done)} of them errors, in {answers}")
 
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
