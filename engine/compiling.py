@@ -16,8 +16,9 @@ from radixserve.engine.errors import InvalidRequest
 # Masks are made between two steps, where everybody waits for them: CPU time of one place of a trial.
 _MAX_TRIAL_S = 0.05
 _TRIAL_TOKENS = 24
-# "[12:00:00] /path/file.cc:94: " stands before what the library has to say.
-_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
+# "[12:00:00] /path/file.cc:94: " stands before what the library has to say, and sometimes C++ behind that:
+# "Check failed: (std::holds_alternative<Grammar>(result)) is false: ".
+_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: (Check failed: \(.*?\) is false: )?")
 # As xgrammar serializes them, a class with its size, that it is negated, and its ranges: all but quote, backslash and
 # line breaks; all but quote, backslash, control characters and halves of surrogate pairs.
 _LOOSE_CLASS = ",1,9,1,34,34,92,92,13,13,10,10,"
