@@ -51,6 +51,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: str | None = None
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except TypeError as error:
+            try:
+                msgspec.convert(msgspec.structs.asdict(self), type(self))
+            except msgspec.ValidationError as wrong:  # which names the field
+                raise InvalidRequest(f"sampling rules: {wrong}", param="sampling_params") from error
+            raise
+
+    def _check(self) -> None:
         msgspec.structs.force_setattr(self, "stop", _all_of(self.stop))
         _at_least("max_tokens", self.max_tokens, 1)
         _at_least("min_tokens", self.min_tokens, 0)

@@ -70,6 +70,13 @@ async def tokenize(request: Request) -> Response:
     return json_response({**counts, "tokens": ids, "token_strs": strings}, headers=headers)
 
 
+@router.post("/v1/embeddings")
+async def embeddings() -> Response:
+    raise InvalidRequest(
+        "this server's models generate text and give no embeddings: ask a server of an embedding model"
+    )
+
+
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     frontend = frontend_of(request)

@@ -26,7 +26,13 @@ WITH_BODY = (
     "/detokenize",
     "/v1/chat/completions/render",
 )
-WITHOUT_BODY = (("GET", "/v1/models"), ("GET", "/v1/models/{model_id}"), ("POST", "/flush_cache"), ("GET", "/version"))
+WITHOUT_BODY = (
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model_id}"),
+    ("POST", "/flush_cache"),
+    ("GET", "/version"),
+    ("POST", "/v1/embeddings"),
+)
 ANSWER_S = 10
 
 

@@ -174,3 +174,7 @@ def test_prompts_up_to_the_whole_context_are_answered_to_its_last_token(api: Api
         refused(
             api.post(COMPLETIONS, {**comp_body([[28] * length], max_tokens=1), "stream": stream}), naming=str(context)
         )
+
+
+def test_a_generating_model_says_that_it_has_no_embeddings(api: Api) -> None:
+    refused(api.post("/v1/embeddings", {"input": "Hello"}), 400, naming="embeddings")
