@@ -72,6 +72,7 @@ class SummingOps(TorchOps):
     """Whose norms make the sums over ranks, and whose products are left in parts, as on a GPU."""
 
     def __init__(self, seat: ThreadSeat):
+        super().__init__()
         self._seat = seat
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
