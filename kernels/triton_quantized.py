@@ -179,7 +179,7 @@ def narrow_linear(
     """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]."""
     (m, k), n, form = x.shape, matrix.shape[0], matrix.form
     out = x.new_empty(m, n)
-    rows, columns, depth, stages, warps = tile or narrow_tile(m, n)
+    rows, columns, depth, stages, warps = tile or _narrow_tile(m, n)
     depth = form.group or next(size for size in (512, 256, 128, 64, 32, 16) if k % size == 0 and size <= depth)
     x, x_scales = round_tokens(x, None, pdl, torch.float16)  # what e4m3 and integers become in the fewest instructions
     _matmul[(triton.cdiv(m, rows), triton.cdiv(n, columns))](
@@ -208,7 +208,7 @@ def narrow_linear(
     return out
 
 
-def narrow_tile(tokens: int, out_features: int) -> Tile:
+def _narrow_tile(tokens: int, out_features: int) -> Tile:
     """Estimated, not measured."""
     if tokens <= 16:
         return Tile(16, 16 if out_features < 8192 else 32, 256, 4, 4)
@@ -231,7 +231,7 @@ def multiply_scaled(
     """x e4m3 [T, K], its ``scales`` [T, K / group] for the groups of ``matrix`` [N, K], @ matrix.T (+ bias): [T, N]."""
     (t, k), n, group = x.shape, matrix.shape[0], matrix.form.group
     out = torch.empty(t, n, dtype=dtype, device=x.device)
-    tile = scaled_tile(t, n)
+    tile = _scaled_tile(t)
     _scaled_matmul[(triton.cdiv(n, tile.columns), triton.cdiv(t, tile.rows))](
         x,
         scales,
@@ -254,8 +254,8 @@ def multiply_scaled(
     return out
 
 
-def scaled_tile(tokens: int, out_features: int) -> Tile:
-    """Estimated, not measured."""
+def _scaled_tile(tokens: int) -> Tile:
+    """The only ones that were measured; from 64 tokens on they lose to bf16 weights."""
     if tokens <= 64:
         return Tile(max(16, triton.next_power_of_2(tokens)), 64, 128, 4, 4)
     return Tile(64, 128, 128, 4, 4) if tokens <= 128 else Tile(128, 128, 128, 4, 8)
