@@ -292,9 +292,8 @@ def time_manager(page_size: int, timer: Timer, rng: np.random.Generator) -> None
         cache.take_page_writes()
 
     def release_all() -> None:
-        with cache.deferred_frees():
-            for lease, prompt in zip(leases, prompts, strict=True):
-                cache.release(lease, prompt)
+        for lease, prompt in zip(leases, prompts, strict=True):
+            cache.release(lease, prompt)
 
     timer("manager: release 256", release_all)
     cache.check_integrity()

@@ -242,19 +242,18 @@ class Scheduler:
         failed = result.failed.tolist()
         logprobs = result.logprobs or [None] * len(tokens)
         by_row, num_decodes, passed = self._running.by_row, len(plan.decode_rows), self._passed(plan)
-        with self._cache.deferred_frees():
-            for index, row in enumerate(plan.decode_rows.tolist()):
-                if index not in passed or failed[index]:
-                    self._take_token(by_row[row], tokens[index], failed[index], logprobs[index])
-            index = num_decodes
-            for chunk in plan.chunks:
-                request = by_row[chunk.row]
-                if not request.ended and not (chunk.samples and failed[index]):
-                    self._take_chunk(request, chunk, result.prompt_logprobs)
-                if chunk.samples:
-                    self._take_token(request, tokens[index], failed[index], logprobs[index])
-                    index += 1
-            self._running.release_leaving()
+        for index, row in enumerate(plan.decode_rows.tolist()):
+            if index not in passed or failed[index]:
+                self._take_token(by_row[row], tokens[index], failed[index], logprobs[index])
+        index = num_decodes
+        for chunk in plan.chunks:
+            request = by_row[chunk.row]
+            if not request.ended and not (chunk.samples and failed[index]):
+                self._take_chunk(request, chunk, result.prompt_logprobs)
+            if chunk.samples:
+                self._take_token(request, tokens[index], failed[index], logprobs[index])
+                index += 1
+        self._running.release_leaving()
 
     def fail(self, plan: StepPlan, reason: str) -> None:
         """The oldest launched plan raised: its requests end with an error, the others go on."""

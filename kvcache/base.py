@@ -1,27 +1,41 @@
-"""The prefix-cache interface: from token ids to pages, no KV and no torch in it.
-
-Lengths are tokens and always whole pages; ``pages`` are int32 page ids, one for each ``page_size`` tokens.
-Requests of different ``namespace`` share nothing.
-"""
+"""What the parts of the prefix cache say to each other: nodes of the tree, and handles to them. No torch."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.kvcache.watch import TreeWatch
-
 Int32s = NDArray[np.int32]
 NOTHING: Int32s = np.empty(0, np.int32)  # no pages, no tokens
+
+
+class Node:
+    """One segment of the tree: ``text[start:]`` (int32 ids as bytes) lies on ``pages``; ``branch`` is its key above.
+
+    ``locks`` counts the locked handles that end here or below, so it never grows towards the leaves; ``uses`` counts
+    the lookups that came through.
+    """
+
+    __slots__ = ("branch", "children", "locks", "pages", "parent", "start", "text", "uses")
+
+    def __init__(self, parent: Node | None, branch: bytes, text: bytes, pages: Int32s):
+        self.parent = parent
+        self.branch = branch
+        self.text = text
+        self.start = 0
+        self.pages = pages
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        self.uses = 0
 
 
 class Handle(NamedTuple):
     """A matched prefix: ``cached_len`` tokens that end at ``node``. Valid while locked, or until the next eviction."""
 
     cached_len: int
-    node: Any
+    node: Node
 
 
 class InsertResult(NamedTuple):
@@ -38,53 +52,3 @@ class CacheSizes(NamedTuple):
 
     evictable: int
     protected: int
-
-
-class PrefixCache(Protocol):
-    """Maps token prefixes to pages. A handle must be locked before its pages are used."""
-
-    page_size: int
-
-    def match(self, token_ids: Int32s, namespace: str = "") -> Handle:
-        """Longest cached prefix in whole pages; marks it as used. Splits a node when the match ends inside it."""
-        ...
-
-    def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
-        """Tokens that ``match`` would find now, without marking or splitting anything."""
-        ...
-
-    def lock(self, handle: Handle) -> None:
-        """Protect the prefix up to the root from eviction; counts, so lock and unlock pair up."""
-        ...
-
-    def unlock(self, handle: Handle) -> None: ...
-
-    def pages(self, handle: Handle) -> Int32s:
-        """The page ids of a locked handle, [cached_len / page_size]."""
-        ...
-
-    def insert(self, token_ids: Int32s, pages: Int32s, namespace: str = "") -> InsertResult:
-        """Add the whole pages of ``token_ids`` (``pages`` has one id for each) and mark them as used."""
-        ...
-
-    def evict(self, num_pages: int) -> Int32s:
-        """Give up ``num_pages`` unprotected pages, or all if there are fewer, least valuable leaves first."""
-        ...
-
-    def sizes(self) -> CacheSizes: ...
-
-    def owned_pages(self) -> Int32s:
-        """Every page of the tree, in no order. Walks the tree: for checks, not for each step."""
-        ...
-
-    def observe(self, watch: TreeWatch | None) -> None:
-        """Report all changes to ``watch`` from now on, or to nobody."""
-        ...
-
-    def clear(self) -> Int32s:
-        """Evict all that is not protected."""
-        ...
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError on any broken invariant of the structure."""
-        ...

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from radixserve.kvcache.node import Node
+from radixserve.kvcache.base import Node
 
 
 class EvictionOrder(Protocol):

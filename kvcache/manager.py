@@ -18,13 +18,13 @@ written: the whole cache has to go.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
-from radixserve.kvcache.base import NOTHING, Handle, Int32s, PrefixCache
+from radixserve.kvcache.base import NOTHING, Handle, Int32s
 from radixserve.kvcache.pages import PagePool
+from radixserve.kvcache.radix import RadixPrefixCache
 from radixserve.kvcache.watch import TreeWatch
 
 
@@ -57,7 +57,7 @@ class CacheManager:
     free pages + pages of the tree + pages owned by leases = all pages, each exactly once.
     """
 
-    def __init__(self, prefixes: PrefixCache, num_pages: int, max_rows: int, max_pages_per_row: int):
+    def __init__(self, prefixes: RadixPrefixCache, num_pages: int, max_rows: int, max_pages_per_row: int):
         self.page_size = prefixes.page_size
         self.page_table: Int32s = np.zeros((max_rows, max_pages_per_row), np.int32)
         self._prefixes = prefixes
@@ -212,10 +212,6 @@ class CacheManager:
         self._written_rows.clear()
         self._written_cols.clear()
         return rows, cols, self.page_table[rows, cols]
-
-    def deferred_frees(self) -> AbstractContextManager[None]:
-        """Scope that ends many leases: their pages come back together at its end. No page can be taken inside."""
-        return self._pool.deferred()
 
     def flush(self) -> int:
         """Forget every prefix that no lease holds; returns how many tokens that were."""

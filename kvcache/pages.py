@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,11 +16,10 @@ class PagePool:
         self._stack = np.arange(num_pages, dtype=np.int32)[::-1].copy()
         self._num_free = num_pages
         self._is_free: NDArray[np.bool_] = np.ones(num_pages, np.bool_)
-        self._deferred: list[Int32s] | None = None
 
     @property
     def num_free(self) -> int:
-        """Pages that ``alloc`` can give now; deferred frees do not count yet."""
+        """Pages that ``alloc`` can give now."""
         return self._num_free
 
     def alloc(self, count: int) -> Int32s:
@@ -36,30 +32,13 @@ class PagePool:
         return pages
 
     def free(self, pages: Int32s) -> None:
-        """Give ``pages`` back: at once or, inside ``deferred``, at its end. AssertionError if one is free already."""
-        if self._deferred is not None:
-            self._deferred.append(pages)
-        elif len(pages):
-            assert not self._is_free[pages].any(), "a page was freed twice"
-            self._is_free[pages] = True
-            self._stack[self._num_free : self._num_free + len(pages)] = pages
-            self._num_free += len(pages)
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Collect what is freed inside and give it back in one step at the end."""
-        assert self._deferred is None, "deferred regions do not nest"
-        collected: list[Int32s] = []
-        self._deferred = collected
-        try:
-            yield
-        finally:
-            self._deferred = None
-            if collected:
-                self.free(np.concatenate(collected))
+        """Give ``pages`` back. AssertionError if one is free already."""
+        assert not self._is_free[pages].any(), "a page was freed twice"
+        self._is_free[pages] = True
+        self._stack[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
 
     def free_pages(self) -> Int32s:
         """The free page ids, for checks."""
-        assert self._deferred is None
         assert int(self._is_free.sum()) == self._num_free
         return self._stack[: self._num_free].copy()

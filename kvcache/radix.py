@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s
+from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s, Node
 from radixserve.kvcache.compare import common_pages
 from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
-from radixserve.kvcache.node import Node
 from radixserve.kvcache.watch import TreeWatch
 
 _INT32 = np.dtype(np.int32)
@@ -22,6 +21,9 @@ _NO_TEXT = memoryview(b"")
 
 class RadixPrefixCache:
     """A path-compressed tree of page-aligned token prefixes. Owns the pages of its nodes.
+
+    Lengths are tokens and always whole pages; ``pages`` are int32 page ids, one for each ``page_size`` tokens. Requests
+    of different ``namespace`` share nothing. A handle must be locked before its pages are used.
 
     Children are found by the bytes of their first page, at the root with the namespace before it, so requests of
     different namespaces never meet. All costs are those of the prompt and of the nodes on its path, none of the tree.
@@ -37,11 +39,13 @@ class RadixPrefixCache:
         self._watch: TreeWatch | None = None
 
     def observe(self, watch: TreeWatch | None) -> None:
+        """Report all changes to ``watch`` from now on, or to nobody."""
         self._watch = watch
         if watch is not None:
             watch.begin(self._root)
 
     def match(self, token_ids: Int32s, namespace: str = "") -> Handle:
+        """Longest cached prefix in whole pages; marks it as used. Splits a node when the match ends inside it."""
         node, matched, partial, shared = self._walk(self._query(token_ids), namespace)
         if partial is not None:
             node = self._split(partial, shared)
@@ -57,11 +61,13 @@ class RadixPrefixCache:
         return handle
 
     def cached_len(self, token_ids: Int32s, namespace: str = "") -> int:
+        """Tokens that ``match`` would find now, without marking or splitting anything."""
         _, matched, _, shared = self._walk(self._query(token_ids), namespace)
         return (matched + shared) // _TOKEN_BYTES
 
     def lock(self, handle: Handle) -> None:
-        node: Node = handle.node
+        """Protect the prefix up to the root from eviction; counts, so lock and unlock pair up."""
+        node = handle.node
         while node.parent is not None:
             if node.locks == 0:
                 self._order.remove(node)
@@ -74,7 +80,7 @@ class RadixPrefixCache:
             self._watch.locked(handle.node)
 
     def unlock(self, handle: Handle) -> None:
-        node: Node = handle.node
+        node = handle.node
         while node.parent is not None:
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
@@ -87,14 +93,16 @@ class RadixPrefixCache:
             self._watch.unlocked(handle.node)
 
     def pages(self, handle: Handle) -> Int32s:
+        """The page ids of a locked handle, [cached_len / page_size]."""
         segments = [NOTHING]
-        node: Node = handle.node
+        node = handle.node
         while node.parent is not None:
             segments.append(node.pages)
             node = node.parent
         return np.concatenate(segments[::-1])
 
     def insert(self, token_ids: Int32s, pages: Int32s, namespace: str = "") -> InsertResult:
+        """Add the whole pages of ``token_ids`` (``pages`` has one id for each) and mark them as used."""
         query = self._query(token_ids)
         assert len(pages) * self._page_bytes == len(query), "one page id for each whole page of tokens"
         node, matched, partial, shared = self._walk(query, namespace)
@@ -106,12 +114,13 @@ class RadixPrefixCache:
         return InsertResult(Handle(len(query) // _TOKEN_BYTES, end), matched // _TOKEN_BYTES)
 
     def evict(self, num_pages: int) -> Int32s:
-        """As in the interface. The last leaf taken may only lose its end: the rest stays, and goes first next time."""
+        """Give up ``num_pages`` unprotected pages, or all if there are fewer, least valuable leaves first. The last one
+        may only lose its end: the rest stays, and goes first next time."""
         freed = [NOTHING]
         missing = min(num_pages, self._evictable_pages)
         self._evictable_pages -= missing
         while missing > 0:
-            leaf: Node = self._order.victim()
+            leaf = self._order.victim()
             assert not leaf.children and leaf.parent is not None, "an eviction order named an inner node"
             kept = max(len(leaf.pages) - missing, 0)
             freed.append(leaf.pages[kept:])
@@ -133,12 +142,15 @@ class RadixPrefixCache:
         return CacheSizes(evictable=self._evictable_pages, protected=self._protected_pages)
 
     def owned_pages(self) -> Int32s:
+        """Every page of the tree, in no order. Walks the tree: for checks, not for each step."""
         return np.concatenate([node.pages for node in self._nodes()])
 
     def clear(self) -> Int32s:
+        """Evict all that is not protected."""
         return self.evict(self._evictable_pages)
 
     def check_integrity(self) -> None:
+        """Raise AssertionError on any broken invariant of the structure."""
         evictable = protected = 0
         nodes = self._nodes()
         for node in nodes:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from radixserve.kvcache.node import Node
+from radixserve.kvcache.base import Node
 
 MAX_NODES = 240
 MAX_EVENTS = 400  # between two calls of ``take``; with more of them the picture is told anew instead

@@ -199,17 +199,6 @@ def test_page_writes_tell_the_latest_page_even_where_an_entry_was_written_twice(
     assert [len(part) for part in cache.take_page_writes()] == [0, 0, 0]
 
 
-def test_frees_of_a_step_come_back_together() -> None:
-    cache = make()
-    leases = [start(cache, ids((100 * i, 100 * i + 7))) for i in range(3)]
-    with cache.deferred_frees():
-        for lease in leases:
-            cache.drop(lease)
-        assert cache.stats().free_tokens == 128 - 24
-    assert cache.stats().free_tokens == 128
-    cache.check_integrity()
-
-
 def test_flush_spares_what_running_requests_hold() -> None:
     cache = make()
     done, running = start(cache, ids((1, 12))), start(cache, ids((1, 5), (50, 60)))

@@ -127,14 +127,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.device.execute(self.in_flight.popleft())
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), keep=st.booleans(), deferred=st.booleans(), everyone=st.booleans())
-    def end(self, data: st.DataObject, keep: bool, deferred: bool, everyone: bool) -> None:
+    @rule(data=st.data(), keep=st.booleans(), everyone=st.booleans())
+    def end(self, data: st.DataObject, keep: bool, everyone: bool) -> None:
         ending = self.running[:] if everyone else [data.draw(st.sampled_from(self.running))]
-        if deferred:
-            with self.cache.deferred_frees():
-                self.give_back(ending, keep)
-        else:
-            self.give_back(ending, keep)
+        self.give_back(ending, keep)
 
     @rule()
     def flush(self) -> None:

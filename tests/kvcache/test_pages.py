@@ -28,26 +28,6 @@ def test_a_page_handed_out_does_not_change_when_others_come_back() -> None:
     assert kept.tolist() == before.tolist()
 
 
-def test_frees_inside_a_deferred_region_come_back_at_its_end() -> None:
-    pool = PagePool(6)
-    pages = pool.alloc(6)
-    with pool.deferred():
-        pool.free(pages[:2])
-        pool.free(pages[2:5])
-        assert pool.num_free == 0
-    assert pool.num_free == 5
-    assert sorted(pool.free_pages()) == sorted(pages[:5])
-
-
-def test_frees_inside_a_deferred_region_come_back_even_when_it_fails() -> None:
-    pool = PagePool(2)
-    pages = pool.alloc(2)
-    with pytest.raises(RuntimeError), pool.deferred():
-        pool.free(pages)
-        raise RuntimeError
-    assert pool.num_free == 2
-
-
 def test_a_page_freed_twice_is_caught() -> None:
     pool = PagePool(4)
     pages = pool.alloc(2)
