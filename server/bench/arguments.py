@@ -1,45 +1,16 @@
-"""Flags of the benchmarks, and where their figures go."""
+"""What flags of the benchmarks take, and where their figures go."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from radixserve import __version__
-from radixserve.server.commands.parser import Parser
-from radixserve.server.commands.serve import parse_flags, read_config
-
-_MODEL_LEN = 4096
-_VOCAB = 10_000  # random ids lie below, where any model has ids
-
-
-def engine_options(arguments: Sequence[str], **defaults: Any) -> dict[str, Any]:
-    """Options for ``LLM`` from the flags (and variables) of ``radixserve serve``. Loading shows how far it is."""
-    config = read_config(parse_flags(arguments), os.environ)
-    return {"show_progress": True, **defaults, **config.model_dump(exclude_unset=True)}
-
-
-def engine_parser(name: str, description: str | None) -> Parser:
-    """With the flags that all benchmarks of the engine alone have."""
-    parser = Parser(prog=f"radixserve bench {name}", description=description)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there as well")
-    return parser
-
-
-def model_len(longest: int) -> int:
-    """Context for requests of up to ``longest`` tokens, unless --max-model-len says otherwise."""
-    return max(_MODEL_LEN, longest)
-
-
-def random_ids(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(_VOCAB) for _ in range(count)]
 
 
 def write_json(path: Path | None, name: str, arguments: Sequence[str], facts: Mapping[str, Any]) -> None:

@@ -9,22 +9,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import uvloop
 
 from radixserve.engine.host import raise_file_limit
+from radixserve.engine.loading import shown_progress
 from radixserve.server.bench.streaming import Answer, Connection, Target
 from radixserve.server.bench.workload import Conversation, Message, arrivals
 
 _START_TIMEOUT_S = 60.0
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,32 @@ def run_load(load: Load, conversations: Sequence[Conversation]) -> list[ClientRu
             for process in active_children():
                 process.terminate()
             raise
+
+
+@contextmanager
+def shown_count(what: str, total: int) -> Iterator[Path]:
+    """A file for ``Load.ended``, whose size is told on standard error within the scope, as a bar or lines: processes of
+    their own make the load, so a thread looks at it now and then."""
+    ended = threading.Event()
+    with NamedTemporaryFile() as file, shown_progress(lambda line: print(line, file=sys.stderr, flush=True)) as show:
+        path = Path(file.name)
+
+        def look() -> None:
+            count = path.stat().st_size
+            show(f"{what}: {count} of {total} conversations", count / total)
+
+        def watch() -> None:
+            while not ended.wait(_LOOK_S):
+                look()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield path
+        finally:
+            ended.set()
+            thread.join()
+        look()
 
 
 @dataclass

@@ -18,13 +18,12 @@ import httpx
 
 from radixserve.engine.errors import ConfigError
 from radixserve.server.bench.arguments import above_zero, count, counts, output_file, positive, rates, span, write_json
-from radixserve.server.bench.load import ClosedLoop, Load, OpenLoop, Pace, Sample, run_load
+from radixserve.server.bench.load import ClosedLoop, Load, OpenLoop, Pace, Sample, run_load, shown_count
 from radixserve.server.bench.plot import check_plot, plot_curves, plot_spread
-from radixserve.server.bench.progress import shown_count
 from radixserve.server.bench.report import Goal, Summary, summarize, table
 from radixserve.server.bench.streaming import Target
 from radixserve.server.bench.workload import Workload
-from radixserve.server.commands.client import base_url
+from radixserve.server.commands.client import base_url, key_header, served_models
 from radixserve.server.commands.parser import Parser
 
 _CLIENTS = 8
@@ -160,12 +159,5 @@ def _wait_until_ready(target: Target) -> None:
 
 
 def _first_model(target: Target) -> str:
-    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    try:
-        answer = httpx.get(f"{target.url}/v1/models", headers=headers, timeout=10, trust_env=False)
-        answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-            f"{target.url} does not list its models ({error}); is it running? Else give --model"
-        ) from error
+    with httpx.Client(base_url=target.url, headers=key_header(target.api_key), trust_env=False) as http:
+        return served_models(http)[0]

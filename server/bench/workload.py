@@ -47,22 +47,13 @@ class Workload:
         listed = list(_read(self.prompts)) if self.prompts else []
         return [self._conversation(rng, systems, listed[i % len(listed)] if listed else None) for i in range(count)]
 
-    def _conversation(self, rng: random.Random, systems: list[str], entry: _Entry | None) -> Conversation:
+    def _conversation(self, rng: random.Random, systems: list[str], entry: Conversation | None) -> Conversation:
         opening: tuple[Message, ...] = ({"role": "system", "content": rng.choice(systems)},) if systems else ()
         if entry is not None:
-            limit = entry.max_tokens or rng.randint(*self.max_tokens)
-            return Conversation((*opening, *entry.opening), (entry.text,), (limit,))
+            limits = entry.max_tokens or (rng.randint(*self.max_tokens),)
+            return Conversation((*opening, *entry.opening), entry.turns, limits)
         turns = tuple(_words(rng, rng.randint(*self.prompt_words)) for _ in range(self.turns))
         return Conversation(opening, turns, tuple(rng.randint(*self.max_tokens) for _ in turns))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A line of a file of prompts."""
-
-    opening: tuple[Message, ...]
-    text: str
-    max_tokens: int | None = None
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -83,8 +74,8 @@ def _words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choices(WORDS, k=count))
 
 
-def _read(path: Path) -> Iterator[_Entry]:
-    """Entries of a file: a line is a text, or JSON with ``prompt`` or ``messages`` and perhaps ``max_tokens``."""
+def _read(path: Path) -> Iterator[Conversation]:
+    """Each line is a text, or JSON with ``prompt`` or ``messages`` and perhaps ``max_tokens``."""
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +84,7 @@ def _read(path: Path) -> Iterator[_Entry]:
         raise ConfigError(f"--prompts: {path} has no prompts")
     for number, line in enumerate(lines, 1):
         if not line.startswith("{"):
-            yield _Entry((), line)
+            yield Conversation((), (line,), ())
             continue
         try:
             yield _entry(json.loads(line))
@@ -103,10 +94,9 @@ def _read(path: Path) -> Iterator[_Entry]:
             ) from error
 
 
-def _entry(facts: dict[str, object]) -> _Entry:
-    limit = facts.get("max_tokens")
-    max_tokens = limit if isinstance(limit, int) else None
-    messages = facts.get("messages")
+def _entry(facts: dict[str, object]) -> Conversation:
+    limit, messages = facts.get("max_tokens"), facts.get("messages")
+    limits = (limit,) if isinstance(limit, int) else ()
     if isinstance(messages, list):
-        return _Entry(tuple(messages[:-1]), str(messages[-1]["content"]), max_tokens)
-    return _Entry((), str(facts["prompt"]), max_tokens)
+        return Conversation(tuple(messages[:-1]), (str(messages[-1]["content"]),), limits)
+    return Conversation((), (str(facts["prompt"]),), limits)

@@ -154,7 +154,6 @@ def connected(flags: argparse.Namespace, serve_options: Sequence[str]) -> Iterat
     if flags.url and serve_options:
         raise ConfigError("options after -- are for a server that is started here; leave them or --url out")
     key = flags.api_key or os.environ.get("RADIXSERVE_API_KEY", "").split(",")[0]
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     sampling = {name: value for name in _SAMPLING if (value := getattr(flags, name)) is not None}
     with contextlib.ExitStack() as stack:
         if flags.url:
@@ -163,9 +162,9 @@ def connected(flags: argparse.Namespace, serve_options: Sequence[str]) -> Iterat
             url = stack.enter_context(_local_server([*([flags.model] if flags.model else []), *serve_options]))
         timeout = httpx.Timeout(None, connect=10)
         http = stack.enter_context(
-            httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=bool(flags.url))
+            httpx.Client(base_url=url, headers=key_header(key), timeout=timeout, trust_env=bool(flags.url))
         )
-        served = _served_models(http)
+        served = served_models(http)
         wanted = flags.model if flags.url and flags.model else served[0]
         if wanted not in served:
             raise ConfigError(f"--model {wanted} is not served at {url}; served: {', '.join(served)}")
@@ -177,14 +176,26 @@ def base_url(url: str) -> str:
     return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
-def _served_models(http: httpx.Client) -> list[str]:
+def key_header(key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def served_models(http: httpx.Client) -> list[str]:
+    """Names of the models there, one or more. Raises ``CallFailed``."""
     try:
         response = http.get("/v1/models", timeout=10)
+        if response.status_code != 200:
+            raise CallFailed(_message(response))
+        names = [str(model["id"]) for model in response.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CallFailed(f"no server at {http.base_url} ({error}): start one with `radixserve serve`") from error
-    if response.status_code != 200:
-        raise CallFailed(_message(response))
-    return [model["id"] for model in response.json()["data"]]
+        raise CallFailed(
+            f"no server at {http.base_url} ({error}): is it running? `radixserve serve` starts one"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CallFailed(f"{http.base_url} does not list its models ({error!r})") from error
+    if not names:
+        raise CallFailed(f"{http.base_url} has no models")
+    return names
 
 
 # ---- a server of our own ----

@@ -9,7 +9,7 @@ from importlib import import_module
 import shtab
 
 from radixserve.server.cli import COMMANDS
-from radixserve.server.commands.bench import BENCHMARKS
+from radixserve.server.commands import bench
 from radixserve.server.commands.parser import Parser
 
 _SHELLS = ("bash", "zsh", "fish")
@@ -42,15 +42,15 @@ def _whole_parser() -> Parser:
                 commands.add_parser(name, help=summary)
             case "bench":
                 benchmarks = commands.add_parser(name, help=summary).add_subparsers()
-                for benchmark, what in BENCHMARKS.items():
-                    _add(benchmarks, benchmark, what, f"radixserve.server.bench.{benchmark}")
+                for benchmark, what in bench.BENCHMARKS.items():
+                    _add(benchmarks, benchmark, what, bench.build_parser(benchmark))
             case _:
-                _add(commands, name, summary, f"radixserve.server.commands.{name}")
+                parser = import_module(f"radixserve.server.commands.{name}").build_parser()
+                _add(commands, name, summary, parser)
     return root
 
 
-def _add(commands: _SubParsersAction[Parser], name: str, summary: str, module: str) -> None:
-    parser: Parser = import_module(module).build_parser()
+def _add(commands: _SubParsersAction[Parser], name: str, summary: str, parser: Parser) -> None:
     for action in parser._actions:
         metavar = str(action.metavar)
         if metavar in _PATHS or action.dest == "model":

@@ -19,6 +19,7 @@ from radixserve.configs.sources import file_layer, merge
 from radixserve.engine.llm import Completion
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.server.cli import COMMANDS
+from radixserve.server.commands import bench
 from radixserve.server.commands.client import split_serve_options
 from radixserve.server.commands.serve import parse_flags, read_config
 from radixserve.tests.e2e.server_process import RunningServer
@@ -141,9 +142,9 @@ def test_commands_of_the_pages_are_understood(command: Command) -> None:
         case ["serve", *flags]:
             served = flags
         case ["bench", "serve", *flags]:
-            import_module("radixserve.server.bench.serve").build_parser().parse_args(flags)
+            bench.build_parser("serve").parse_args(flags)
         case ["bench", benchmark, *flags]:
-            _, served = import_module(f"radixserve.server.bench.{benchmark}").build_parser().parse_known_args(flags)
+            _, served = bench.build_parser(benchmark).parse_known_args(flags)
         case [name, *flags]:
             import_module(f"radixserve.server.commands.{name}").build_parser().parse_args(flags)
     read_config(parse_flags(served), {})
