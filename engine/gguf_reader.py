@@ -6,6 +6,7 @@ the bytes once (a 49k-token vocabulary: tens of milliseconds). Layout: the GGUF 
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from radixserve.engine.errors import ModelError
 
 MAGIC = b"GGUF"
 _DEFAULT_ALIGNMENT = 32
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_UINT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 7, 8, 9, 10
 # GGUF value type -> numpy type of a scalar.
 _SCALARS: dict[int, str] = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -61,27 +62,27 @@ def read_gguf(path: Path) -> GGUFFile:
             return _parse(path, data)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, IndexError, ValueError, ArithmeticError) as error:
+    except (struct.error, ValueError, ArithmeticError) as error:
         raise ModelError(f"{path} is not a usable GGUF file (damaged, cut off, or empty): {error}") from error
 
 
 def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     if data[:4] != MAGIC:
         raise ModelError(f"{path} is not a GGUF file")
-    version, num_tensors, num_fields = struct.unpack_from("<IQQ", data, 4)
+    cursor = _Cursor(data, len(MAGIC))
+    version, num_tensors, num_fields = cursor.number(_UINT32), cursor.number(_UINT64), cursor.number(_UINT64)
     if version not in (2, 3):
         raise ModelError(f"{path}: GGUF version {version} is not supported (supported: 2, 3, little-endian)")
-    cursor = _Cursor(data, 24)
     metadata: dict[str, Any] = {}
     for _ in range(num_fields):
         key = cursor.string()
-        metadata[key] = cursor.value(cursor.integer("<I"))
+        metadata[key] = cursor.value(cursor.number(_UINT32))
     if metadata.get("split.count", 0) > 1:
         raise ModelError(f"{path} is one part of a split GGUF; join the parts with llama-gguf-split --merge")
     table = [cursor.tensor() for _ in range(num_tensors)]
     alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
     start = -(-cursor.position // alignment) * alignment
-    tensors = {t.name: GGUFTensor(t.name, t.shape, t.quantization, start + t.offset, t.num_bytes) for t in table}
+    tensors = {name: GGUFTensor(name, shape, kind, start + at, size) for name, shape, kind, at, size in table}
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=start)
     if end > len(data):
         raise ModelError(f"{path} is truncated: {len(data)} bytes of at least {end}; download it again")
@@ -95,22 +96,30 @@ class _Cursor:
         self.data = data
         self.position = position
 
-    def integer(self, form: str) -> int:
-        (number,) = struct.unpack_from(form, self.data, self.position)
-        self.position += struct.calcsize(form)
-        return int(number)
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return bool(self.number(kind)) if kind == _BOOL else self.number(kind)
+        kind, count = self.number(_UINT32), self.number(_UINT64)
+        return self.strings(count) if kind == _STRING else self.numbers(kind, count)
 
-    def take(self, num_bytes: int) -> bytes:
-        start, self.position = self.position, self.position + num_bytes
-        if self.position > len(self.data):
-            raise ValueError(f"{num_bytes} bytes wanted at {start}, file has {len(self.data)}")
-        return self.data[start : self.position]
+    def number(self, kind: int) -> Any:
+        return self.numbers(kind, 1)[0].item()
+
+    def numbers(self, kind: int, count: int) -> NDArray[Any]:
+        if kind not in _SCALARS:
+            raise ValueError(f"unknown value type {kind}")
+        # Copied, since the mapping is closed.
+        found = np.frombuffer(self.data, _SCALARS[kind], count, self.position).copy()
+        self.position += found.nbytes
+        return found
 
     def string(self) -> str:
-        return self.take(self.integer("<Q")).decode("utf-8", "replace")
+        return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """Inlined for speed: vocabularies and merges are ~10^5 strings."""
+        """Written for speed: vocabularies and merges are ~10^5 strings."""
         data, position, read_length = self.data, self.position, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):
@@ -120,37 +129,12 @@ class _Cursor:
         self.position = position
         return found
 
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            return self.array(self.integer("<I"), self.integer("<Q"))
-        number = self.numbers(kind, 1)[0].item()
-        return bool(number) if kind == _BOOL else number
-
-    def array(self, kind: int, count: int) -> Any:
-        if count > len(self.data):
-            raise ValueError(f"array of {count} elements in a file of {len(self.data)} bytes")
-        if kind == _STRING:
-            return self.strings(count)
-        return self.numbers(kind, count)
-
-    def numbers(self, kind: int, count: int) -> NDArray[Any]:
-        if kind not in _SCALARS:
-            raise ValueError(f"unknown value type {kind}")
-        scalar = np.dtype(_SCALARS[kind])
-        return np.frombuffer(self.take(count * scalar.itemsize), scalar)
-
-    def tensor(self) -> GGUFTensor:
-        """A row of the tensor table; ``offset`` still counts from the start of the data section."""
-        name = self.string()
-        num_dimensions = self.integer("<I")
+    def tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int, int]:
+        """A row of the table: as in ``GGUFTensor``, but the offset counts from the start of the data."""
+        name, num_dimensions = self.string(), self.number(_UINT32)
         if num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
-        shape = tuple(reversed([self.integer("<Q") for _ in range(num_dimensions)]))
-        quantization = GGMLQuantizationType(self.integer("<I"))
+        shape = tuple(self.numbers(_UINT64, num_dimensions)[::-1].tolist())
+        quantization = GGMLQuantizationType(self.number(_UINT32))
         block_elements, block_bytes = GGML_QUANT_SIZES[quantization]
-        num_elements = 1
-        for size in shape:
-            num_elements *= size
-        return GGUFTensor(name, shape, quantization, self.integer("<Q"), num_elements // block_elements * block_bytes)
+        return name, shape, quantization, self.number(_UINT64), math.prod(shape) // block_elements * block_bytes

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
@@ -105,8 +105,11 @@ def _from_hub(name: str) -> Path:
 
 
 def _single_file(name: str, path: Path) -> ModelFiles:
-    with _opened(path) as file:
-        is_gguf = file.read(len(MAGIC)) == MAGIC
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
     if is_gguf:
         return ModelFiles(name, gguf=path)
     if path.suffix == ".gguf":
@@ -137,19 +140,39 @@ def _folder(folder: Path, load_format: str) -> ModelFiles:
         )
     for path in weights:
         _check_safetensors(path)
-
-    def existing(*names: str) -> Path | None:
-        return next((folder / name for name in names if (folder / name).is_file()), None)
-
-    return ModelFiles(
-        name=str(folder),
+    return replace(
+        _beside(folder / "tokenizer.json"),
         weights=weights,
         config=folder / "config.json",
-        generation_config=existing("generation_config.json"),
-        tokenizer=existing("tokenizer.json"),
-        tokenizer_config=existing("tokenizer_config.json"),
-        chat_template=existing("chat_template.jinja", "chat_template.json"),
+        generation_config=_existing(folder, "generation_config.json"),
+        tokenizer=_existing(folder, "tokenizer.json"),
     )
+
+
+def tokenizer_files(name: str) -> ModelFiles:
+    """Of ``--tokenizer``: a folder with a tokenizer.json, that file, or a .gguf file. Raises ``ModelError``."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelFiles(name, gguf=path)
+    tokenizer = path if path.is_file() else path / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelError(f"--tokenizer {name}: no such file, or no tokenizer.json in that folder")
+    return _beside(tokenizer)
+
+
+def _beside(tokenizer: Path) -> ModelFiles:
+    """A tokenizer and what lies in its folder about text."""
+    folder = tokenizer.parent
+    return ModelFiles(
+        str(folder),
+        tokenizer=tokenizer,
+        tokenizer_config=_existing(folder, "tokenizer_config.json"),
+        chat_template=_existing(folder, "chat_template.jinja", "chat_template.json"),
+    )
+
+
+def _existing(folder: Path, *names: str) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _safetensors(folder: Path) -> tuple[Path, ...]:
@@ -161,42 +184,24 @@ def _safetensors(folder: Path) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map")
     shards = sorted({str(shard) for shard in weight_map.values()})
-    _require_plain_names(index, shards)
+    for shard in shards:  # an index must not make us read files outside of its folder
+        if Path(shard).name != shard:
+            raise ModelError(f"{index}: {shard!r} is not a file name")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(f"{folder}: shards named in {index.name} are missing: {', '.join(missing)}")
     return tuple(folder / shard for shard in shards)
 
 
-def _require_plain_names(index: Path, shards: Iterable[str]) -> None:
-    """An index must not make us read files outside of its folder."""
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise ModelError(f"{index}: {shard!r} is not a file name")
-
-
 def _check_safetensors(path: Path) -> None:
-    """Compare the header's last byte offset with the file's size: a download cut off is found at once."""
-    with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_bytes > size - 8:
-            raise ModelError(f"{path} is truncated or is not a safetensors file; download it again")
-        try:
-            header = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-            raise ModelError(f"{path} has a damaged safetensors header") from error
-    expected = 8 + header_bytes + max(ends, default=0)
-    if size < expected:
-        raise ModelError(f"{path} is truncated: {size} of {expected} bytes; download it again")
-
-
-def _opened(path: Path) -> BinaryIO:
+    """The header of a file tells that a download was cut off."""
     try:
-        return path.open("rb")
+        with safe_open(path, framework="np"):
+            pass
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        raise ModelError(f"cannot read {path}: {error}") from error
+    except SafetensorError as error:
+        raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

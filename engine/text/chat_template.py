@@ -87,7 +87,9 @@ class ChatTemplate:
 def template_from_file(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
     """A template in a file of its own: Jinja text, or JSON with a key ``chat_template``. Raises ``ModelError``."""
     if path.suffix == ".json":
-        return template_from_config(read_json(path), special_tokens, origin=str(path)) or _not_in(path)
+        if (template := template_from_config(read_json(path), special_tokens, origin=str(path))) is None:
+            raise ModelError(f"{path} has no chat_template")
+        return template
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -100,32 +102,23 @@ def template_from_config(
 ) -> ChatTemplate | None:
     """The ``chat_template`` of a tokenizer_config.json: text, or a list of named ones. None without one."""
     value = config.get("chat_template")
-    if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
-    else:
-        named = {"default": value}
-    return _named_template(named, special_tokens, origin)
+    listed = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    named = {item.get("name"): item.get("template") for item in listed if isinstance(item, Mapping)}
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        return None
+    return ChatTemplate(
+        default, special_tokens, origin=origin, tool_use=tool_use if isinstance(tool_use, str) else None
+    )
 
 
 def template_from_gguf(
     metadata: Mapping[str, Any], special_tokens: Mapping[str, str], *, origin: str
 ) -> ChatTemplate | None:
     """The template in a GGUF file's metadata. None without one."""
-    key = "tokenizer.chat_template"
-    named = {"default": metadata.get(key), "tool_use": metadata.get(f"{key}.tool_use")}
-    return _named_template(named, special_tokens, origin)
-
-
-def _named_template(named: Mapping[Any, Any], special_tokens: Mapping[str, str], origin: str) -> ChatTemplate | None:
-    default, tool_use = named.get("default"), named.get("tool_use")
-    if not isinstance(default, str):
-        return None
-    tool_use = tool_use if isinstance(tool_use, str) else None
-    return ChatTemplate(default, special_tokens, origin=origin, tool_use=tool_use)
-
-
-def _not_in(path: Path) -> NoReturn:
-    raise ModelError(f"{path} has no chat_template")
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    listed = [{"name": name, "template": metadata.get(key)} for name, key in keys.items()]
+    return template_from_config({"chat_template": listed}, special_tokens, origin=origin)
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from radixserve.configs.schema import ModelOptions
 from radixserve.engine.errors import InvalidRequest, ModelError
 from radixserve.engine.gguf_reader import GGUFFile, read_gguf
 from radixserve.engine.model_config import load_sampling_defaults, load_spec, spec_from_gguf
-from radixserve.engine.model_files import ModelFiles, read_json
+from radixserve.engine.model_files import ModelFiles, read_json, tokenizer_files
 from radixserve.engine.model_spec import ModelSpec, SamplingDefaults
 from radixserve.engine.text.chat_template import (
     ChatOptions,
@@ -63,42 +63,17 @@ class TextModel:
 
 def load_text_model(files: ModelFiles, options: ModelOptions) -> TextModel:
     """Read what ``files`` and ``options`` (another tokenizer or chat template, ...) say. Raises ``ModelError``."""
-    gguf = read_gguf(files.gguf) if files.gguf else None
-    tokenizer_files = _tokenizer_files(options.tokenizer) if options.tokenizer else files
-    tokenizer_gguf = gguf if tokenizer_files is files else _read_gguf(tokenizer_files)
-    tokenizer = _load_tokenizer(tokenizer_files, tokenizer_gguf)
-    template = _load_template(tokenizer_files, tokenizer_gguf, tokenizer.special_tokens, options.chat_template)
+    text_files = tokenizer_files(options.tokenizer) if options.tokenizer else files
+    gguf = read_gguf(text_files.gguf) if text_files.gguf else None
+    tokenizer = _load_tokenizer(text_files, gguf)
+    template = _load_template(text_files, gguf, tokenizer.special_tokens, options.chat_template)
     use_defaults = options.generation_config == "auto"
     return TextModel(
         tokenizer=tokenizer,
         template=template,
         literals=LiteralEncoder(tokenizer),
-        spec=spec_from_gguf(gguf) if gguf else load_spec(files),
+        spec=spec_from_gguf(gguf) if gguf and text_files is files else load_spec(files),
         sampling_defaults=load_sampling_defaults(files) if use_defaults else SamplingDefaults(),
-    )
-
-
-def _read_gguf(files: ModelFiles) -> GGUFFile | None:
-    return read_gguf(files.gguf) if files.gguf else None
-
-
-def _tokenizer_files(name: str) -> ModelFiles:
-    """The tokenizer given by the user: a folder with a tokenizer.json, that file, or a .gguf file."""
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return ModelFiles(name, gguf=path)
-    tokenizer = path if path.is_file() else path / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ModelError(f"--tokenizer {name}: no such file, or no tokenizer.json in that folder")
-
-    def beside(*names: str) -> Path | None:
-        return next((tokenizer.with_name(n) for n in names if tokenizer.with_name(n).is_file()), None)
-
-    return ModelFiles(
-        name,
-        tokenizer=tokenizer,
-        tokenizer_config=beside("tokenizer_config.json"),
-        chat_template=beside("chat_template.jinja", "chat_template.json"),
     )
 
 
