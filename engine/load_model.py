@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.cut_weights import WeightCutter
@@ -24,6 +24,7 @@ from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.quantized_model import form_of, quantize_as_stored, quantize_model
 from radixserve.engine.quantized_weights import quantized_tensors, unstacked
 from radixserve.engine.sharding import Shard, local_spec
+from radixserve.engine.staging import PinnedCopier
 from radixserve.engine.weight_packing import model_bytes, pack_model
 from radixserve.engine.weights import Progress, StoredTensor, fill_random, load_weights, safetensors_tensors
 from radixserve.kernels.packing import WeightKind
@@ -46,7 +47,7 @@ def load_model(
     """The part ``shard`` of the model of ``files``, whose ``spec`` this is, on ``device``; ``packing``:
     ``--cpu-weights`` for the native CPU kernels, None for others. Raises ``ConfigError`` when memory is short or the
     model cannot be cut so, ``ModelError`` when the weights do not fit the spec."""
-    stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec))
+    stored = [] if config.load_format == "dummy" else list(_stored_tensors(files, spec, device))
     if config.quantization == "fp8":
         stored = list(unstacked(stored))
     quantize = None if packing else _quantize(config, spec, stored)
@@ -75,10 +76,11 @@ def load_model(
     return model
 
 
-def _stored_tensors(files: ModelFiles, spec: ModelSpec) -> Iterator[StoredTensor]:
+def _stored_tensors(files: ModelFiles, spec: ModelSpec, device: torch.device) -> Iterator[StoredTensor]:
     if files.gguf:
         return gguf_tensors(read_gguf(files.gguf), spec)
-    stored = safetensors_tensors(files.weights, spec)
+    copy = PinnedCopier().copy if device.type == "cuda" else Tensor.copy_
+    stored = safetensors_tensors(files.weights, spec, copy)
     return quantized_tensors(stored, spec.quantization) if spec.quantization else stored
 
 

@@ -134,9 +134,11 @@ def weight_places(model: nn.Module, stored: Collection[str] = ()) -> dict[str, P
     return places
 
 
-def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec) -> Iterator[StoredTensor]:
-    """All tensors of a checkpoint's shards in the order of the files, under the names of ``Decoder``. Raises
-    ``ModelError`` for a file that cannot be read."""
+def safetensors_tensors(
+    paths: Sequence[Path], spec: ModelSpec, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> Iterator[StoredTensor]:
+    """All tensors of a checkpoint's shards in the order of the files, under the names of ``Decoder``. ``copy``: of the
+    mapped file to a place. Raises ``ModelError`` for a file that cannot be read."""
     names = spec.stored_names
     for path in paths:
         try:
@@ -151,8 +153,8 @@ def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec) -> Iterator[Stor
             shape = tuple(header.get_shape())
             num_bytes = torch.Size(shape).numel() * _DTYPE_BYTES.get(header.get_dtype(), 1)
             added = 1.0 if spec.unit_offset_norms and name.endswith("norm.weight") else 0.0
-            copy_to, read = partial(_copy_safetensor, file, stored_name, added), partial(file.get_tensor, stored_name)
-            yield StoredTensor(name, shape, num_bytes, copy_to, read=read)
+            read = partial(file.get_tensor, stored_name)
+            yield StoredTensor(name, shape, num_bytes, partial(_copy_safetensor, read, copy, added), read=read)
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
@@ -236,9 +238,11 @@ def _expert_parts(kind: str) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
 
 
-def _copy_safetensor(file: Any, name: str, added: float, place: Tensor, index: Index) -> None:
+def _copy_safetensor(
+    read: Callable[[], Tensor], copy: Callable[[Tensor, Tensor], object], added: float, place: Tensor, index: Index
+) -> None:
     """From the mapped file straight to its place: no copy of it in between."""
-    place.copy_(file.get_tensor(name)[index])
+    copy(place, read()[index])
     if added:
         place.add_(added)
 

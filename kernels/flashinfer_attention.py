@@ -63,7 +63,7 @@ class FlashInferAttention:
                 window_left=-1 if window is None else window - 1,  # tokens before the query's own
                 logits_soft_cap=self._shape.softcap,
                 q_data_type=self._shape.dtype,
-                kv_data_type=self._shape.cache_dtype or self._shape.dtype,
+                kv_data_type=self._shape.dtype,
                 max_token_per_sequence=int(np.diff(starts).max()),
                 seq_lens=torch.from_numpy(kv_lens.astype(np.int32)),
             )

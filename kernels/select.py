@@ -116,6 +116,11 @@ def select_attention(
     ``BackendUnavailable``."""
     if deterministic:
         return _invariant_attention(backend, shape, device, max_seqs)
+    if backend != "auto" and _is_flashinfer(backend, shape) and shape.cache_dtype is not None:
+        raise BackendUnavailable(
+            f"kv_cache_dtype fp8 does not go with --attention-backend {backend}, which leaves this model to "
+            f"FlashInfer; use --attention-backend auto"
+        )
     fits = _fits_cuda(backend, shape, device)
     if backend == "torch" or (backend == "auto" and not fits):
         return TorchAttention(shape, device, reads_shared=reads_shared)
@@ -129,8 +134,13 @@ def select_attention(
 
 
 def _fits_cuda(backend: str, shape: AttentionShape, device: torch.device) -> bool:
-    dims = _FLASHINFER_DIMS if _is_flashinfer(backend, shape) else _TRITON_DIMS
-    return device.type == "cuda" and shape.dtype in _HALF_TYPES and shape.head_dim in dims
+    fits = _fits_flashinfer(shape) if _is_flashinfer(backend, shape) else shape.head_dim in _TRITON_DIMS
+    return device.type == "cuda" and shape.dtype in _HALF_TYPES and fits
+
+
+def _fits_flashinfer(shape: AttentionShape) -> bool:
+    """It would have kernels for a narrow cache too, but each pair of types takes minutes to compile."""
+    return shape.head_dim in _FLASHINFER_DIMS and shape.cache_dtype is None
 
 
 def _is_flashinfer(backend: str, shape: AttentionShape) -> bool:
@@ -175,7 +185,7 @@ def _cuda_attention(
 ) -> AttentionKernel:
     if _is_flashinfer(backend, shape):
         return _flashinfer(shape, device)
-    chunks = _flashinfer(shape, device) if shape.head_dim in _FLASHINFER_DIMS else None
+    chunks = _flashinfer(shape, device) if _fits_flashinfer(shape) else None
     from radixserve.kernels.split_attention import SplitAttention
     from radixserve.kernels.triton_attention import TritonDecodeAttention
     from radixserve.kernels.triton_extend import TritonExtendAttention

@@ -95,7 +95,12 @@ def test_twice_the_tokens_fit_and_the_start_up_block_says_so(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"dtype": "float16"}, "dtype float16.*bfloat16"), ({}, "native CPU kernels.*fp32")]
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "dtype float16.*bfloat16"),
+        ({}, "native CPU kernels.*fp32"),
+        ({"attention_backend": "flashinfer"}, "flashinfer.*--attention-backend auto"),
+    ],
 )
 def test_what_an_fp8_cache_does_not_go_with_is_named(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_cache_dtype fp8 does not go with .*{message}"):
