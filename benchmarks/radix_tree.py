@@ -136,7 +136,7 @@ class HashedBlocks:
         return np.array([self._page_of.pop(chain) for chain in oldest], np.int32)
 
 
-class LazyHeapOrder(eviction.LruOrder):
+class LazyHeapOrder(eviction.EvictionOrder):
     """Eviction order: a heap kept across calls, whose outdated entries are put right when they come up."""
 
     def __init__(self) -> None:
@@ -146,12 +146,12 @@ class LazyHeapOrder(eviction.LruOrder):
         self._tick = itertools.count()
 
     def add(self, node: Any) -> None:
-        self.nodes[node] = None
+        self._nodes[node] = None
         self.use(node)
         heapq.heappush(self._heap, (self._last_use[node], id(node), node))  # type: ignore[misc]
 
     def remove(self, node: Any) -> None:
-        del self.nodes[node], self._last_use[node]
+        del self._nodes[node], self._last_use[node]
 
     def use(self, node: Any) -> None:
         self._last_use[node] = next(self._tick)

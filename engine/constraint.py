@@ -22,16 +22,13 @@ class TokenConstraint(Protocol):
     def fill_mask(self, words: Int32s) -> None:
         """Set exactly the bits of the tokens that may come next, at least one: token i is bit ``i % 32`` of
         ``words[i // 32]``. Raises ``ConstraintFailed``."""
-        ...
 
     def accept(self, token_id: int) -> bool:
         """Take the next token; true if it ends the output. Raises ``ConstraintFailed`` if it was not allowed."""
-        ...
 
     def forced(self) -> list[int]:
         """Tokens that spell what must come next, as far as it is certain how; often none. Takes none of them. Raises
         ``ConstraintFailed``."""
-        ...
 
 
 class ConstraintSource(Protocol):
@@ -39,11 +36,9 @@ class ConstraintSource(Protocol):
 
     def cached(self, grammar: str) -> TokenConstraint | None:
         """A new constraint, if it takes no time to make."""
-        ...
 
     def compile(self, grammar: str) -> TokenConstraint:
         """May take seconds; any thread may call it. Raises ``InvalidRequest`` with what is wrong."""
-        ...
 
 
 def mask_words(vocab_size: int) -> int:

@@ -140,11 +140,9 @@ class PendingStep(Protocol):
 
         ``masks`` [masked, ceil(vocab / 32)]: bit ``i % 32`` of word ``i // 32`` is set if that sample may be token i.
         """
-        ...
 
     def result(self) -> StepResult:
         """Block until the step is done and return its tokens. Raises what the device raised."""
-        ...
 
 
 class Runner(Protocol):

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections import OrderedDict
 from multiprocessing import Pipe
@@ -30,7 +29,6 @@ EXIT_OUT_OF_MEMORY = 4
 _COMMAND = (sys.executable, "-P", "-m", "radixserve.engine.trial_process")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # of numpy, which is not asked for products
 _MAX_FAULTS = 64
-_SIMPLER = "make the schema or grammar simpler"
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
@@ -44,60 +42,50 @@ class TrialSetup(msgspec.Struct, frozen=True):
 
 
 class GrammarTrials:
-    """Owns what was refused, and the processes, as many as there are threads that try a grammar at once."""
+    """Owns the processes, as many as there are threads that try a grammar at once, and what was refused."""
 
     def __init__(self, setup: TrialSetup, timeout_s: float = TRIAL_TIMEOUT_S):
         self._setup = setup
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
         self._faults: OrderedDict[str, str] = OrderedDict()  # what need not be tried again
         self._idle = [_TrialProcess(setup)]  # it starts while the engine loads the library
 
     def check(self, grammar: str) -> None:
         """Return if the engine may compile ``grammar``, which may have errors. Raises ``InvalidRequest`` if it takes
         too much time or memory or crashes the compiler."""
-        with self._lock:
-            fault = self._faults.get(grammar)
-        fault = fault or self._try(grammar)
-        if fault is None:
+        fault = self._faults.get(grammar) or self._try(grammar)
+        if not fault:
             return
-        with self._lock:
-            self._faults[grammar] = fault
-            if len(self._faults) > _MAX_FAULTS:
-                self._faults.popitem(last=False)
+        self._faults[grammar] = fault
+        if len(self._faults) > _MAX_FAULTS:
+            self._faults.popitem(last=False)
         raise _refusal(fault)
-
-    def _try(self, grammar: str) -> str | None:
-        """What is wrong with it, if anything is."""
-        outcome: str | int = 0
-        for _ in range(2):  # that somebody killed the process is not the grammar's fault
-            process = self._take()
-            try:
-                outcome = process.try_to_compile(grammar, self._timeout_s)
-            except TimeoutError as error:  # the machine's fault, perhaps
-                raise _refusal(f"takes more than {self._timeout_s:g} s to compile: {_SIMPLER}") from error
-            if isinstance(outcome, str):
-                with self._lock:
-                    self._idle.append(process)
-                return outcome or None
-            if fault := self._fault(outcome):
-                return f"{fault}: {_SIMPLER}"
-        raise RadixServeError(
-            f"the process that tries grammars ended with exit status {outcome}, twice: try again later"
-        )
 
     def close(self) -> None:
         """End the processes that are idle; another ``check`` starts one anew."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.end()
+        while self._idle:
+            self._idle.pop().end()
 
-    def _take(self) -> _TrialProcess:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return _TrialProcess(self._setup)
+    def _try(self, grammar: str) -> str:
+        """What is wrong with it, or nothing."""
+        outcome: str | int = 0
+        for _ in range(2):  # that somebody killed the process is not the grammar's fault
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                process = _TrialProcess(self._setup)
+            try:
+                outcome = process.try_to_compile(grammar, self._timeout_s)
+            except TimeoutError as error:  # the machine's fault, perhaps
+                raise _refusal(f"takes more than {self._timeout_s:g} s to compile") from error
+            if isinstance(outcome, str):
+                self._idle.append(process)
+                return outcome
+            if fault := self._fault(outcome):
+                return fault
+        raise RadixServeError(
+            f"the process that tries grammars ended with exit status {outcome}, twice: try again later"
+        )
 
     def _fault(self, status: int) -> str | None:
         """What is wrong with a grammar whose trial ended with that exit status, if anything is."""
@@ -141,7 +129,7 @@ class _TrialProcess:
 
 
 def _refusal(fault: str) -> InvalidRequest:
-    return InvalidRequest(fault, param="grammar", code=TOO_COMPLEX)
+    return InvalidRequest(f"{fault}: make the schema or grammar simpler", param="grammar", code=TOO_COMPLEX)
 
 
 def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:

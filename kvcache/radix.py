@@ -11,7 +11,7 @@ import numpy as np
 
 from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s, Node
 from radixserve.kvcache.compare import common_pages
-from radixserve.kvcache.eviction import EVICTION_ORDERS, EvictionOrder
+from radixserve.kvcache.eviction import EVICTION_ORDERS
 from radixserve.kvcache.watch import TreeWatch
 
 _INT32 = np.dtype(np.int32)
@@ -33,7 +33,7 @@ class RadixPrefixCache:
         self.page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
         self._root = Node(None, b"", b"", NOTHING)
-        self._order: EvictionOrder = EVICTION_ORDERS[eviction_policy]()
+        self._order = EVICTION_ORDERS[eviction_policy]()
         self._evictable_pages = 0
         self._protected_pages = 0
         self._watch: TreeWatch | None = None

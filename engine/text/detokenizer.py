@@ -18,11 +18,9 @@ class Detokenizer(Protocol):
 
     def feed(self, token_id: int) -> str:
         """The text that is certain once this id has come; may be empty."""
-        ...
 
     def finish(self) -> str:
         """What was held back: an incomplete character, as U+FFFD. Call once, after the last id."""
-        ...
 
 
 class IncrementalDetokenizer:
