@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from radixserve.server.choice import Choice
 from radixserve.server.connection import ChunkWriter, chunk_writer
 from radixserve.server.generation import Generation
-from radixserve.server.protocol.answer import Answer
+from radixserve.server.protocol.answers import Answer
 
 # A stream that was silent for one to two of these gets a sign of life, so that no proxy takes it for dead.
 QUIET_S = 8.0

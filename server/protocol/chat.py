@@ -12,10 +12,10 @@ from radixserve.engine.sampling_params import MAX_LOGPROBS
 from radixserve.engine.text.conversation import Message, normalize_messages, wrong
 from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from radixserve.server.protocol.choice_answer import ChoiceAnswer
+from radixserve.server.protocol.answers import ChoiceAnswer
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation_fields import GenerationRequest
-from radixserve.server.protocol.logprobs import Vocabulary, chat_logprobs
+from radixserve.server.protocol.logprobs import chat_logprobs
 from radixserve.server.protocol.schemas import JSON_TEXT, NULL, STRING, any_of, list_of, record, tagged
 from radixserve.server.protocol.tools import Function, ToolChoice, ToolChoiceField, Tools, check_tools
 
@@ -136,9 +136,7 @@ class ChatAnswer(ChoiceAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request_id: str, model: str, request: ChatRequest, vocabulary: Vocabulary):
-        super().__init__(request_id, model, request, vocabulary)
-        self._tells_reasoning = request.include_reasoning
+    _request: ChatRequest
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = self._message(choice)
@@ -148,49 +146,44 @@ class ChatAnswer(ChoiceAnswer):
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         """Content is null only beside tool calls."""
-        deltas = choice.take_deltas()
+        deltas = self.told(choice)
         content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         calls = [_call(delta, deltas) for delta in deltas if isinstance(delta, CallStart)]
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
-        if reasoning := "".join(delta.text for delta in deltas if isinstance(delta, Reasoning) and self.tells(delta)):
+        if reasoning := "".join(delta.text for delta in deltas if isinstance(delta, Reasoning)):
             message |= _reasoning(reasoning)
         return message
 
-    def delta_piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        match delta:
-            case Content(text):
-                return self._delta(index, {"content": text})
-            case Reasoning(text):
-                return self._delta(index, _reasoning(text))
-            case CallStart(call, call_id, name):
-                function = {"name": name, "arguments": ""}
-                entry = {"index": call, "id": call_id, "type": "function", "function": function}
-                return self._delta(index, {"tool_calls": [entry]})
-            case CallArguments(call, text):
-                return self._delta(index, {"tool_calls": [{"index": call, "function": {"arguments": text}}]})
-
-    def tells(self, delta: Delta) -> bool:
-        return not isinstance(delta, Reasoning) or self._tells_reasoning
-
-    def answer_fields(self, choice: Choice) -> dict[str, Any]:
-        return self.prompt_fields(choice)
+    def told(self, choice: Choice) -> list[Delta]:
+        deltas = choice.take_deltas()
+        if self._request.include_reasoning:
+            return deltas
+        return [delta for delta in deltas if not isinstance(delta, Reasoning)]
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        return self._delta(choice.index, {"role": "assistant", "content": ""})
+        return self.piece(choice.index, None) | {"delta": {"role": "assistant", "content": ""}}
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._delta(index, {"content": text})
-
-    def ending(self, choice: Choice) -> dict[str, Any]:
-        return self._delta(choice.index, {}) | self.finish_fields(choice)
+    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        match delta:
+            case Content(text):
+                said = {"content": text}
+            case Reasoning(text):
+                said = _reasoning(text)
+            case CallStart(call, call_id, name):
+                function = {"name": name, "arguments": ""}
+                said = {"tool_calls": [{"index": call, "id": call_id, "type": "function", "function": function}]}
+            case CallArguments(call, text):
+                said = {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+        return {"index": index, "delta": said, "logprobs": None, "finish_reason": None}
 
     def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any]:
         return chat_logprobs(tokens, self._vocabulary)
 
-    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def answer_fields(self, choice: Choice) -> dict[str, Any]:
+        return self.prompt_fields(choice)
 
 
 def _reasoning(text: str) -> dict[str, str]:

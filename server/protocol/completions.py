@@ -10,10 +10,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS
 from radixserve.server.choice import Choice, LogprobToken
-from radixserve.server.protocol.choice_answer import ChoiceAnswer, prompt_ids
+from radixserve.server.output.deltas import Content, Delta
+from radixserve.server.protocol.answers import ChoiceAnswer, prompt_ids
 from radixserve.server.protocol.fields import only
 from radixserve.server.protocol.generation_fields import GenerationRequest
-from radixserve.server.protocol.logprobs import CompletionLogprobs, Vocabulary
+from radixserve.server.protocol.logprobs import CompletionLogprobs
 from radixserve.server.protocol.schemas import NON_EMPTY, any_of, list_of
 
 MAX_PROMPTS = 1024
@@ -97,30 +98,26 @@ class CompletionAnswer(ChoiceAnswer):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, request_id: str, model: str, request: CompletionRequest, vocabulary: Vocabulary):
-        super().__init__(request_id, model, request, vocabulary)
-        self._echo = request.echo
+    _request: CompletionRequest
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         text = self._echoed(choice) + choice.take_text()
-        logprobs = self._logprobs(choice, choice.take_logprobs(), with_prompt=self._echo)
+        logprobs = self._logprobs(choice, choice.take_logprobs(), with_prompt=self._request.echo)
         whole = {"index": choice.index, "text": text, "logprobs": logprobs}
         if self._wants_ids:
             whole["token_ids"] = choice.take_ids()
         return whole | self.finish_fields(choice) | self.prompt_fields(choice)
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        fields = self.prompt_fields(choice)
-        if not (self._echo or fields):
+        echo, fields = self._request.echo, self.prompt_fields(choice)
+        if not (echo or fields):
             return None
-        logprobs = self._logprobs(choice, [], with_prompt=True) if self._echo else None
-        return self.piece(choice.index, self._echoed(choice)) | {"logprobs": logprobs} | fields
+        logprobs = self._logprobs(choice, [], with_prompt=True) if echo else None
+        return self.piece(choice.index, Content(self._echoed(choice))) | {"logprobs": logprobs} | fields
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
+    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+        text = delta.text if isinstance(delta, Content) else ""
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-
-    def ending(self, choice: Choice) -> dict[str, Any]:
-        return self.piece(choice.index, "") | self.finish_fields(choice)
 
     def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any] | None:
         return self._logprobs(choice, tokens, with_prompt=False)
@@ -135,4 +132,4 @@ class CompletionAnswer(ChoiceAnswer):
         return logprobs.lists
 
     def _echoed(self, choice: Choice) -> str:
-        return (choice.prompt.text or "") if self._echo else ""
+        return (choice.prompt.text or "") if self._request.echo else ""

@@ -57,7 +57,19 @@ class SamplingFields(RequestModel):
         return {name: getattr(self, name) for name in given}
 
 
-class GenerationRequest(SamplingFields):
+class OpenAiHints(RequestModel):
+    """What OpenAI's servers take note of beside the request."""
+
+    user: Harmless = None
+    store: Harmless = None
+    service_tier: Harmless = None
+    safety_identifier: Harmless = None
+    prompt_cache_key: Harmless = None
+    prompt_cache_retention: Harmless = None
+    prompt_cache_options: Harmless = None
+
+
+class GenerationRequest(SamplingFields, OpenAiHints):
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(
@@ -69,15 +81,7 @@ class GenerationRequest(SamplingFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool = False
 
-    user: Harmless = None
     metadata: Harmless = None
-    store: Harmless = None
-    service_tier: Harmless = None
-    safety_identifier: Harmless = None
-    prompt_cache_key: Harmless = None
-    prompt_cache_retention: Harmless = None
-    prompt_cache_options: Harmless = None
-
     response_format: Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] | None = None
     structured_outputs: dict[str, Any] | None = Field(
         None, description="One of json, json_object, regex, choice, grammar, structural_tag"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from radixserve.engine.text.conversation import Message, as_object, kind_of, parsed_arguments, string_in, text_in, wrong
 from radixserve.server.choice import Choice
 from radixserve.server.errors import RequestFailed
 from radixserve.server.output.deltas import CallStart, Content, Reasoning
-from radixserve.server.protocol.answer import named_event
-from radixserve.server.protocol.block_answer import Block, BlockAnswer, Kind
+from radixserve.server.protocol.answers import Block, BlockAnswer, Kind, named_event
 from radixserve.server.protocol.chat import ChatRequest, with_system
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
-from radixserve.server.protocol.generation_fields import SamplingFields
-from radixserve.server.protocol.response_items import INPUT_SCHEMA, input_messages
-from radixserve.server.protocol.schemas import OBJECT, STRING, any_of, record, tagged
-from radixserve.server.protocol.tools import Function, Tool, ToolChoice, function_only
+from radixserve.server.protocol.generation_fields import OpenAiHints, SamplingFields
+from radixserve.server.protocol.schemas import JSON_TEXT, OBJECT, STRING, Schema, any_of, list_of, record, tagged
+from radixserve.server.protocol.tools import Function, Tool, ToolChoice, ToolChoiceField, function_only, tool_call
 
 # Where a chat request has what this one calls otherwise.
 FIELD_NAMES = {
@@ -26,6 +26,91 @@ FIELD_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
 }
+
+
+# ---- items of the input as chat messages ----
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_THOUGHTS = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
+
+
+def _parts(kinds: Mapping[str, str]) -> Schema:
+    return any_of(STRING, list_of(*(tagged(kind, **{key: STRING}) for kind, key in kinds.items())))
+
+
+_MESSAGE_ITEM = record({"type": {"const": "message"}}, role={"enum": list(_ROLES)}, content=_parts(_PARTS))
+_CALL_ITEM = tagged("function_call", call_id=STRING, name=STRING, arguments=JSON_TEXT)
+_CALL_OUTPUT_ITEM = tagged("function_call_output", call_id=STRING, output=_parts(_PARTS))
+INPUT_SCHEMA = any_of(STRING, list_of(_MESSAGE_ITEM, _CALL_ITEM, _CALL_OUTPUT_ITEM, tagged("reasoning"), at_least=1))
+
+
+def input_messages(value: object) -> list[Message]:
+    """Raises ``InvalidRequest`` naming the item. What the assistant thinks, says and calls in a row is one message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise wrong("input", "must be a string or a list of items, not empty")
+    messages: list[Message] = []
+    for i, item in enumerate(value):
+        where = f"input[{i}]"
+        item = {"type": "message", **as_object(item, where)}
+        if item["type"] == "item_reference":
+            raise wrong(where, "item_reference is not supported, since nothing is stored; send the item itself")
+        kind, item = kind_of(item, where, _READERS)
+        _READERS[kind](messages, item, where)
+    if not messages:
+        raise wrong("input", "has nothing but reasoning")
+    return messages
+
+
+def _message(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {role!r}")
+    content = text_in(item.get("content"), f"{where}.content", _PARTS)
+    if role != "assistant":
+        messages.append({"role": _ROLES[role], "content": content})
+        return
+    said = _assistant(messages, lambda last: "content" in last or "tool_calls" in last)
+    said["content"] = content
+
+
+def _reasoning(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+    """Some templates show a model what it thought before it called a tool. Only what stands in plain text can be."""
+    key = "content" if item.get("content") else "summary"
+    if thought := text_in(item.get(key) or "", f"{where}.{key}", _THOUGHTS):
+        _assistant(messages, lambda last: True)["reasoning_content"] = thought
+
+
+def _call(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+    arguments = parsed_arguments(string_in(item, "arguments", where), f"{where}.arguments")
+    call = tool_call(string_in(item, "call_id", where), string_in(item, "name", where), arguments)
+    _assistant(messages, lambda last: False).setdefault("tool_calls", []).append(call)
+
+
+def _call_output(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+    call_id = string_in(item, "call_id", where)
+    content = text_in(item.get("output"), f"{where}.output", _PARTS)
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _assistant(messages: list[Message], is_complete: Callable[[Message], bool]) -> Message:
+    """The assistant's message that the next item belongs to: the last one, unless it is complete without it."""
+    if not messages or messages[-1]["role"] != "assistant" or is_complete(messages[-1]):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+_READERS: dict[str, Callable[[list[Message], Mapping[str, Any], str], None]] = {
+    "message": _message,
+    "function_call": _call,
+    "function_call_output": _call_output,
+    "reasoning": _reasoning,
+}
+
+
+# ---- the request ----
 
 
 class ResponseTool(Function):
@@ -38,35 +123,6 @@ class ResponseTool(Function):
         return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
 
 
-def _tool_choice(value: object) -> ToolChoice:
-    match value:
-        case "none" | "auto" | "required" as mode:
-            return ToolChoice(mode=mode)
-        case {"type": "function", "name": str(name)}:
-            return ToolChoice(mode="named", allowed=(name,))
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
-            return ToolChoice(mode=mode, allowed=tuple(map(_named, tools)))
-    raise ValueError("must be none, auto, required, a function by its name, or allowed_tools that are functions")
-
-
-def _named(tool: object) -> str:
-    match tool:
-        case {"type": "function", "name": str(name)}:
-            return name
-    raise ValueError("must name functions")
-
-
-def _checked_choice(value: object) -> object:
-    """As it came: the answer tells it."""
-    _tool_choice(value)
-    return value
-
-
-_ToolChoiceField = Annotated[
-    object,
-    AfterValidator(_checked_choice),
-    WithJsonSchema(any_of({"enum": ["none", "auto", "required"]}, tagged("function", name=STRING))),
-]
 _FORMAT_SCHEMA = any_of(
     record(type={"enum": ["text", "json_object"]}), tagged("json_schema", name=STRING, schema=OBJECT)
 )
@@ -104,14 +160,14 @@ def _included(values: list[str]) -> list[str]:
 _NotStored = Annotated[object, AfterValidator(_nothing_stored), WithJsonSchema({"type": "null"})]
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, OpenAiHints):
     input: Annotated[list[dict[str, Any]], BeforeValidator(input_messages), WithJsonSchema(INPUT_SCHEMA)]
     instructions: str | None = Field(None, description="Stands before the input, as a system message")
     max_output_tokens: int | None = Field(None, ge=1, description="Default: the room left in the context")
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[ResponseTool] = Field([], max_length=512)
-    tool_choice: _ToolChoiceField = "auto"
+    tool_choice: ToolChoiceField = ToolChoice()
     parallel_tool_calls: bool = Field(True, description="false: one call at most")
     metadata: dict[str, str] = Field({}, description="Told in the answer")
     chat_template_kwargs: dict[str, Any] = {}
@@ -131,14 +187,7 @@ class ResponsesRequest(SamplingFields):
     access_programs: Harmless = None
     background_options: Harmless = None
     max_tool_calls: Harmless = None
-    prompt_cache_key: Harmless = None
-    prompt_cache_options: Harmless = None
-    prompt_cache_retention: Harmless = None
-    safety_identifier: Harmless = None
-    service_tier: Harmless = None
-    store: Harmless = None
     stream_options: Harmless = None
-    user: Harmless = None
 
     def for_chat(self) -> ChatRequest:
         """Raises ``InvalidRequest``; ``FIELD_NAMES`` says what its fields are called here."""
@@ -149,12 +198,14 @@ class ResponsesRequest(SamplingFields):
             response_format=self.text.response_format,
             reasoning_effort=self.reasoning.effort,
             tools=[tool.for_chat for tool in self.tools],
-            tool_choice=_tool_choice(self.tool_choice),
+            tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
             thinking_token_budget=self.thinking_token_budget,
         )
 
+
+# ---- the answer ----
 
 _ID_PREFIXES: dict[Kind, str] = {Content: "msg_", Reasoning: "rs_", CallStart: "fc_"}
 _DELTAS: dict[Kind, str] = {
@@ -260,7 +311,7 @@ class ResponsesAnswer(BlockAnswer):
             "text": {"format": request.text.format},
             "reasoning": {"effort": request.reasoning.effort, "summary": None},
             "tools": [tool.model_dump() for tool in request.tools],
-            "tool_choice": request.tool_choice,
+            "tool_choice": request.tool_choice.given,
             "parallel_tool_calls": request.parallel_tool_calls,
             "metadata": request.metadata,
             "store": False,

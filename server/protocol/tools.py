@@ -27,37 +27,47 @@ class Tool(RequestModel):
 
 
 class ToolChoice(RequestModel):
-    """``mode`` auto: the model decides; required: one call or more; named: one call of the one allowed tool."""
+    """``mode`` auto: the model decides; required: one call or more; named: one call of the one allowed tool. ``given``:
+    as the request has it."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     allowed: tuple[str, ...] | None = None
+    given: Any = "auto"
 
 
-def _named(value: Any) -> str:
-    name = value.get("function", {}).get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str):
-        raise ValueError("must name a function")
-    return name
-
-
-def _tool_choice(value: object) -> object:
-    if isinstance(value, ToolChoice):
-        return value
+def _tool_choice(value: object) -> ToolChoice:
+    """In the form of chat completions or in that of responses, where the names are a level higher."""
     match value:
+        case ToolChoice():
+            return value
         case "none" | "auto" | "required" as mode:
-            return ToolChoice(mode=mode)
-        case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice(mode="named", allowed=(name,))
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
-            return ToolChoice(mode=mode, allowed=tuple(map(_named, tools)))
-    raise ValueError("must be none, auto, required, a named function, or allowed_tools")
+            return ToolChoice(mode=mode, given=value)
+        case {"type": "function", "name": str(name)} | {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice(mode="named", allowed=(name,), given=value)
+        case {"type": "allowed_tools", "allowed_tools": {**allowed}} | {"type": "allowed_tools", **allowed}:
+            match allowed:
+                case {"mode": "auto" | "required" as mode, "tools": [*tools]}:
+                    return ToolChoice(mode=mode, allowed=tuple(map(_named, tools)), given=value)
+    raise ValueError("must be none, auto, required, a named function, or allowed_tools that are functions")
 
 
-_NAMED_SCHEMA = tagged("function", function=record(name=STRING))
+def _named(tool: object) -> str:
+    match tool:
+        case {"type": "function", "name": str(name)} | {"function": {"name": str(name)}}:
+            return name
+    raise ValueError("must name functions")
+
+
 ToolChoiceField = Annotated[
     ToolChoice,
     BeforeValidator(_tool_choice),
-    WithJsonSchema(any_of({"enum": ["none", "auto", "required"]}, _NAMED_SCHEMA)),
+    WithJsonSchema(
+        any_of(
+            {"enum": ["none", "auto", "required"]},
+            tagged("function", function=record(name=STRING)),
+            tagged("function", name=STRING),
+        )
+    ),
 ]
 Tools = Annotated[list[Tool], Field(max_length=512)]
 

@@ -15,7 +15,7 @@ from radixserve.server.frontend import Frontend
 from radixserve.server.generation import Generation
 from radixserve.server.output.plan import OutputPlan, chat_plan
 from radixserve.server.prompts import chat_prompt, prompt_end
-from radixserve.server.protocol.answer import Answer
+from radixserve.server.protocol.answers import Answer
 from radixserve.server.protocol.chat import ChatRequest
 from radixserve.server.protocol.generation_fields import GenerationRequest
 from radixserve.server.routes.common import frontend_of, offload

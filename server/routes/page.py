@@ -23,7 +23,7 @@ from radixserve.engine.observation import LEASE_S, SeenNode, TreeEvent
 from radixserve.server.auth import EVENTS_PATH, PAGE_PREFIX, ApiKeys
 from radixserve.server.errors import RequestFailed
 from radixserve.server.frontend import Frontend
-from radixserve.server.protocol.answer import event_frame
+from radixserve.server.protocol.answers import event_frame
 
 MAX_WATCHERS = 16
 TICK_S = 1.0

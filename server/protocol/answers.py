@@ -1,10 +1,11 @@
-"""Answers that consist of choices: their identity and usage, and stream frames made from a template."""
+"""How answers are written: as one JSON object or an event stream, made of choices or of blocks, as an API has it."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,8 +13,7 @@ import numpy as np
 
 from radixserve.server.choice import Choice, LogprobToken
 from radixserve.server.errors import RequestFailed, error_body
-from radixserve.server.output.deltas import Content, Delta, Reasoning
-from radixserve.server.protocol.answer import Answer
+from radixserve.server.output.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from radixserve.server.protocol.generation_fields import GenerationRequest
 from radixserve.server.protocol.logprobs import Vocabulary, prompt_logprobs
 
@@ -22,6 +22,52 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 # Takes the place of the text in a template; a control character cannot come from anywhere else in a frame.
 _MARK = "\x01text\x01"
+Kind = type[Content] | type[Reasoning] | type[CallStart]
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """A frame whose event has the name that ``type`` says."""
+    return event_frame(event["type"], event)
+
+
+def event_frame(name: str, content: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(content))
+
+
+class Answer(ABC):
+    """Writes the choices of one request as one JSON object, or as the frames of an event stream: for each choice one
+    opening, then text as it comes, then one ending; ``tail`` or ``failure`` is the last of all.
+
+    ``id_prefix`` stands before the request's id in that of the answer. ``keep_alive`` is sent now and then on a stream
+    that is silent.
+    """
+
+    id_prefix: str
+    keep_alive = b": keep-alive\n\n"
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice]) -> bytes: ...
+
+    @abstractmethod
+    def open_frame(self, choice: Choice) -> bytes: ...
+
+    @abstractmethod
+    def text_frames(self, choice: Choice) -> bytes:
+        """The text (and what belongs to it) that came since the last call; nothing if none came."""
+
+    @abstractmethod
+    def end_frame(self, choice: Choice) -> bytes: ...
+
+    @abstractmethod
+    def tail(self, choices: Sequence[Choice]) -> bytes:
+        """What ends a stream in which every choice has ended."""
+
+    @abstractmethod
+    def failure(self, error: RequestFailed) -> bytes:
+        """What ends a stream that fails after its headers were sent."""
+
+
+# ---- answers of choices ----
 
 
 class ChoiceAnswer(Answer):
@@ -46,7 +92,7 @@ class ChoiceAnswer(Answer):
         self._plain = not (request.num_logprobs is not None or self._wants_ids or self._usage_in_chunks)
         self._templates: dict[tuple[int, type[Delta]], list[bytes]] = {}
 
-    # ---- shapes, by kind ----
+    # ---- shapes, by API ----
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]: ...
@@ -56,23 +102,16 @@ class ChoiceAnswer(Answer):
         """The choice in its first chunk, before any generated text, or None if there is no such chunk."""
 
     @abstractmethod
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        """The choice in a chunk with text."""
-
-    def delta_piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice in a chunk with ``delta``, where choices are parsed."""
-        raise NotImplementedError
-
-    def tells(self, delta: Delta) -> bool:
-        return True
-
-    @abstractmethod
-    def ending(self, choice: Choice) -> dict[str, Any]:
-        """The choice in its last chunk."""
+    def piece(self, index: int, delta: Delta | None) -> dict[str, Any]:
+        """The choice in a chunk with ``delta``; None: with nothing new."""
 
     @abstractmethod
     def shape_logprobs(self, choice: Choice, tokens: Sequence[LogprobToken]) -> dict[str, Any] | None:
         """Of ``tokens``, where logprobs were asked for."""
+
+    def told(self, choice: Choice) -> list[Delta]:
+        """What is new and not to be kept back."""
+        return choice.take_deltas()
 
     def answer_fields(self, choice: Choice) -> dict[str, Any]:
         """What stands beside ``choices`` in the whole answer, or in a choice's first chunk."""
@@ -91,30 +130,13 @@ class ChoiceAnswer(Answer):
         return b"" if opening is None else self._frame(opening, choice, self.answer_fields(choice))
 
     def text_frames(self, choice: Choice) -> bytes:
-        if choice.is_parsed:
-            return self._delta_frames(choice)
-        text = choice.take_text()
-        if self._plain:
-            return self._plain_frame(choice.index, Content, text) if text else b""
-        piece = self.piece(choice.index, text)
-        has_tokens = self.add_tokens(piece, choice)
-        return self._frame(piece, choice, {}) if text or has_tokens else b""
-
-    def _delta_frames(self, choice: Choice) -> bytes:
         """A frame for each delta; what is told of tokens stands in the first."""
-        deltas = [delta for delta in choice.take_deltas() if self.tells(delta)]
+        deltas = self.told(choice)
         if self._plain:
-            return b"".join([self._delta_frame(choice, delta) for delta in deltas])
-        pieces = [self.delta_piece(choice.index, delta) for delta in deltas]
-        first = pieces[0] if pieces else self.piece(choice.index, "")
-        if self.add_tokens(first, choice) and not pieces:
-            pieces.append(first)
-        return b"".join([self._frame(piece, choice, {}) for piece in pieces])
-
-    def _delta_frame(self, choice: Choice, delta: Delta) -> bytes:
-        if isinstance(delta, Content | Reasoning):
-            return self._plain_frame(choice.index, type(delta), delta.text)
-        return self._frame(self.delta_piece(choice.index, delta), choice, {})
+            return b"".join([self._plain_frame(choice, delta) for delta in deltas])
+        pieces = [self.piece(choice.index, delta) for delta in deltas or [Content("")]]
+        has_tokens = self.add_tokens(pieces[0], choice)
+        return b"".join([self._frame(piece, choice, {}) for piece in pieces]) if deltas or has_tokens else b""
 
     def add_tokens(self, piece: dict[str, Any], choice: Choice) -> bool:
         """Logprobs and ids of new tokens, as far as they were asked for; false if there are none."""
@@ -126,7 +148,7 @@ class ChoiceAnswer(Answer):
         return bool(tokens or (ids and self._wants_ids))
 
     def end_frame(self, choice: Choice) -> bytes:
-        return self._frame(self.ending(choice), choice, {})
+        return self._frame(self.piece(choice.index, None) | self.finish_fields(choice), choice, {})
 
     def tail(self, choices: Sequence[Choice]) -> bytes:
         if not self._wants_usage:
@@ -136,12 +158,15 @@ class ChoiceAnswer(Answer):
     def failure(self, error: RequestFailed) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
 
-    def _plain_frame(self, index: int, kind: type[Content | Reasoning], text: str) -> bytes:
-        template = self._templates.get((index, kind))
+    def _plain_frame(self, choice: Choice, delta: Delta) -> bytes:
+        if not isinstance(delta, Content | Reasoning):
+            return self._frame(self.piece(choice.index, delta), choice, {})
+        key = choice.index, type(delta)
+        template = self._templates.get(key)
         if template is None:
-            piece = self.piece(index, _MARK) if kind is Content else self.delta_piece(index, kind(_MARK))
-            template = self._templates[index, kind] = _event(self._chunk(piece)).split(_encode(_MARK))
-        return _encode(text).join(template)
+            chunk = self._chunk(self.piece(choice.index, type(delta)(_MARK)))
+            template = self._templates[key] = _event(chunk).split(_encode(_MARK))
+        return _encode(delta.text).join(template)
 
     def _frame(self, choice_chunk: dict[str, Any], choice: Choice, extras: dict[str, Any]) -> bytes:
         chunk = self._chunk(choice_chunk) | extras
@@ -199,3 +224,85 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
+
+
+# ---- answers of blocks ----
+
+
+@dataclass(slots=True)
+class Block:
+    """``pieces``: of its text or, of a call, of its arguments. ``call`` says what is called. ``cut``: it is the last,
+    and the limit of tokens, or a failure, ended it."""
+
+    index: int
+    kind: Kind
+    call: CallStart | None = None
+    pieces: list[str] = field(default_factory=list)
+    cut: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class BlockAnswer(Answer):
+    """Cuts the deltas of its only choice into blocks, and keeps them for the end. Each API frames them in its way."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+
+    # ---- shapes, by API ----
+
+    @abstractmethod
+    def start(self, block: Block) -> bytes: ...
+
+    @abstractmethod
+    def more(self, block: Block, text: str) -> bytes: ...
+
+    @abstractmethod
+    def stop(self, block: Block) -> bytes: ...
+
+    @abstractmethod
+    def ending(self, choice: Choice) -> bytes: ...
+
+    @abstractmethod
+    def answer(self, choice: Choice) -> dict[str, Any]:
+        """The whole answer, of an ended choice."""
+
+    # ---- what is written ----
+
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        (choice,) = choices
+        self.text_frames(choice)
+        self.end_frame(choice)
+        return msgspec.json.encode(self.answer(choice))
+
+    def text_frames(self, choice: Choice) -> bytes:
+        return b"".join([self._delta_frames(delta) for delta in choice.take_deltas()])
+
+    def end_frame(self, choice: Choice) -> bytes:
+        if self._blocks:
+            self._blocks[-1].cut = choice.finish_reason == "length"
+        return self._stop_last() + self.ending(choice)
+
+    def tail(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def begin(self, kind: Kind, call: CallStart | None = None) -> bytes:
+        """Another block. They come one after the other, so the last one ends here."""
+        frames = self._stop_last()
+        self._blocks.append(Block(len(self._blocks), kind, call))
+        return frames + self.start(self._blocks[-1])
+
+    def _stop_last(self) -> bytes:
+        return self.stop(self._blocks[-1]) if self._blocks else b""
+
+    def _delta_frames(self, delta: Delta) -> bytes:
+        if isinstance(delta, CallStart):
+            return self.begin(CallStart, delta)
+        kind = CallStart if isinstance(delta, CallArguments) else type(delta)
+        goes_on = self._blocks and self._blocks[-1].kind is kind
+        frames = b"" if goes_on else self.begin(kind)
+        block = self._blocks[-1]
+        block.pieces.append(delta.text)
+        return frames + self.more(block, delta.text)
