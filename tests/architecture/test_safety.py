@@ -7,7 +7,7 @@ EXECUTES = {"eval", "exec", "pickle", "marshal", "shelve", "dill", "joblib", "cl
 # Who tells the date: timestamps in answers, and the templates' strftime_now. All else counts seconds monotonically.
 TELLS_THE_DATE = {
     "server.frontend",
-    "server.protocol.choice_answer",
+    "server.protocol.answers",
     "server.protocol.responses",
     "engine.text.chat_template",
 }
