@@ -60,7 +60,26 @@ class Program:
         self._alive.extend(tensor for tensor in uses if tensor is not None)
 
     def finish(self) -> None:
+        for number, op in enumerate(self._ops):
+            op.handed_on = self._is_handed_on(op, self._ops[number + 1 :])
         self._array = (Op * len(self._ops))(*self._ops)
+
+    @staticmethod
+    def _is_handed_on(op: Op, later: list[Op]) -> bool:
+        """Whether only the product that comes next reads the output, and as it is."""
+        if op.kind not in (_LINEAR, _ATTEND) or op.epilogue == _ADD or not later:
+            return False
+        reader, *others = later
+        if reader.kind != _LINEAR or reader.norm or reader.input != op.output:
+            return False
+        for other in others:
+            if op.output == other.input or (
+                op.output == other.output and (other.epilogue == _ADD or other.kind == _SUM)
+            ):
+                return False
+            if op.output == other.output:
+                break
+        return True
 
     def run(self, library: NativeLibrary, step: Step) -> None:
         assert step.tokens <= self.capacity

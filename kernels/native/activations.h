@@ -31,11 +31,31 @@ struct Activations {
   }
 };
 
+// Where an operation's results [tokens, width] go: rows of fp32, or, if only a product by tiles reads them, what it would
+// round them to.
+struct Results {
+  float* rows;
+  uint16_t* tiles;  // as Activations::wide; null: to rows
+  int64_t width;
+  bool adds;  // to what the rows hold
+
+  // As much of v as there are columns.
+  void put(int64_t token, int64_t column, Floats v) const {
+    if (tiles) {
+      const int64_t block = token / kLanes * (width / kBlock) + column / kBlock;
+      return store(tiles + (block * kLanes + token % kLanes) * kBlock + column % kBlock, to_bf16(v));
+    }
+    float* to = rows + token * width + column;
+    if (width - column >= kLanes) return store(to, adds ? load<Floats>(to) + v : v);
+    for (int64_t i = 0; i < width - column; i++) to[i] = adds ? to[i] + v[i] : v[i];
+  }
+};
+
 struct Scratch {
   Buffer<int8_t> q, rest;
-  Buffer<float> scale, total, row;
+  Buffer<float> scale, total, row, attended;
   Buffer<int32_t> sums;
-  Buffer<uint16_t> wide;
+  Buffer<uint16_t> wide, handed;
   Buffer<int64_t> ends, places;
 
   Activations room(size_t tokens, size_t cols, bool tiled) {

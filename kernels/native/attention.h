@@ -100,7 +100,7 @@ class ChunkRows {
 
   static int64_t queries(const Op& op) { return std::max<int64_t>(1, kRows / (op.q_heads / op.kv_heads)); }
 
-  void attend() {
+  void attend(const Results& to) {
     Block& block = static_cast<Block&>(*this);
     const int64_t vectors = (rows_ + kLanes - 1) / kLanes;
     for (int64_t v = 0; v < vectors; v++) {
@@ -115,8 +115,12 @@ class ChunkRows {
     }
     for (int64_t row = 0; row < rows_; row++) {
       const float share = 1.0f / totals_[row / kLanes][row % kLanes];
-      float* to = op_.out + place(row);
-      for (int64_t d = 0; d < dim_; d++) to[d] = out_[(row / kLanes * dim_ + d) * kLanes + row % kLanes] * share;
+      const int64_t token = first_ + row / group_, head = kv_head_ * group_ + row % group_;
+      for (int64_t d = 0; d < dim_; d += kLanes) {
+        Floats v;
+        for (int64_t i = 0; i < kLanes; i++) v[i] = out_[(row / kLanes * dim_ + d + i) * kLanes + row % kLanes];
+        to.put(token, head * dim_ + d, v * share);
+      }
     }
   }
 

@@ -8,7 +8,7 @@ namespace {
 
 enum WeightKind : int32_t { kQ4 = 0, kQ8 = 1, kBf16 = 2 };
 enum OpKind : int32_t { kLinear = 0, kRopeStore = 1, kAttend = 2, kNorm = 3, kEmbed = 4, kGate = 5, kSum = 6 };
-enum Epilogue : int32_t { kPut = 0, kAdd = 1, kSiluMul = 2, kGeluMul = 3 };
+enum Epilogue : int32_t { kPut = 0, kAdd = 1, kSiluMul = 2, kGeluMul = 3 };  // the last of kGate only
 
 }  // namespace
 
@@ -36,6 +36,7 @@ struct Op {
   float score_scale;  // of q . k
   float softcap;      // scores become softcap * tanh(score / softcap); 0: they do not
   int64_t window;     // tokens that a query sees, itself included
+  int64_t handed_on;  // whether the output is the next operation's input and nothing else's, that being a kLinear without norm
 };
 
 struct Step {

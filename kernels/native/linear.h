@@ -21,12 +21,14 @@ inline Floats activate(int32_t epilogue, Floats gate) {
 // Panel p of the output and, in gated products, its partner that is multiplied with it.
 struct Linear {
   const Op& op;
+  const Results results;
   const bool gated;
   const int64_t blocks, panel_bytes, out_rows, out_panels;
 
-  explicit Linear(const Op& o)
+  Linear(const Op& o, const Results& to)
       : op(o),
-        gated(o.epilogue >= kSiluMul),
+        results(to),
+        gated(o.epilogue == kSiluMul),
         blocks(o.cols / kBlock),
         panel_bytes(blocks * kBlockBytes[o.weight_kind]),
         out_rows(gated ? o.rows / 2 : o.rows),
@@ -35,16 +37,10 @@ struct Linear {
   const uint8_t* panel(int64_t p) const { return op.weight + p * panel_bytes; }
   Floats bias(int64_t p) const { return op.bias ? load<Floats>(op.bias + p * kLanes) : Floats{}; }
 
-  void put(int64_t token, int64_t p, Floats product, Floats partner) const {
+  // What is to be put of a product and, if gated, its partner's.
+  Floats finished(int64_t p, Floats product, Floats partner) const {
     product += bias(p);
-    if (gated) product = activate(op.epilogue, product) * (partner + bias(p + out_panels));
-    float* place = op.out + token * out_rows + p * kLanes;
-    const int64_t left = out_rows - p * kLanes;
-    if (left >= kLanes) {
-      store(place, op.epilogue == kAdd ? load<Floats>(place) + product : product);
-      return;
-    }
-    for (int64_t i = 0; i < left; i++) place[i] = op.epilogue == kAdd ? place[i] + product[i] : product[i];
+    return gated ? activate(op.epilogue, product) * (partner + bias(p + out_panels)) : product;
   }
 
   void by_vectors(int64_t p, const Activations& a, int64_t tokens) const {
@@ -53,7 +49,7 @@ struct Linear {
       const int count = (int)std::min<int64_t>(kMaxTogether, tokens - first);
       dot_tokens(op.weight_kind, panel(p), blocks, a, first, count, products);
       if (gated) dot_tokens(op.weight_kind, panel(p + out_panels), blocks, a, first, count, partners);
-      for (int t = 0; t < count; t++) put(first + t, p, products[t], partners[t]);
+      for (int t = 0; t < count; t++) results.put(first + t, p * kLanes, finished(p, products[t], partners[t]));
     }
   }
 
@@ -77,25 +73,29 @@ struct Linear {
       }
     }
     alignas(64) float products[2][2][32][kLanes];  // of the last 64 tokens
+    // Copies, since results are stored where, for all that the compiler knows, these might lie.
+    const Results to = results;
+    const Floats biases[2] = {bias(p), has_second ? bias(gated ? p + out_panels : p + 1) : Floats{}};
+    const bool is_gated = gated;
     int64_t token = start;
     const auto put_until = [&](int64_t after) {
       for (; token < after; token++) {
         const auto& ready = products[(token - start) / 32 % 2];
         const int64_t t = (token - start) % 32;
-        const Floats one = load<Floats>(ready[0][t]), two = load<Floats>(ready[1][t]);
-        put(token, p, one, two);
-        if (!gated && has_second) put(token, p + 1, two, Floats{});
+        const Floats one = load<Floats>(ready[0][t]) + biases[0], two = load<Floats>(ready[1][t]) + biases[1];
+        to.put(token, p * kLanes, is_gated ? rough_silu(one) * two : one);
+        if (!is_gated && has_second) to.put(token, (p + 1) * kLanes, two);
       }
     };
     const int64_t at_a_time = (32 + blocks - 1) / blocks;
     for (int64_t first = start; first < end; first += 32) {
       const bool both = end - first > 16;
       const uint16_t* x = a.wide + first * op.cols;
-      float* to = products[(first - start) / 32 % 2][0][0];
+      float* out = products[(first - start) / 32 % 2][0][0];
       if constexpr (kKind != kBf16)
-        if (at_once) multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, both, to);
+        if (at_once) multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, both, out);
       if (kKind == kBf16 || !at_once)
-        multiply_tiles(w[0], w[1], blocks, x, op.cols, both, to,
+        multiply_tiles(w[0], w[1], blocks, x, op.cols, both, out,
                        [&](int64_t b) { put_until(std::min(first, first - 32 + (b + 1) * at_a_time)); });
     }
     put_until(end);

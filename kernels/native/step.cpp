@@ -30,17 +30,21 @@
 
 namespace {
 
+// Tiles are read whole, bf16 ones two at a time: there is room for as many rows as that takes.
+int64_t padded_tokens(int64_t tokens) { return (tokens + 31) / 32 * 32; }
+
 // Walks one thread through the operations.
 class Walker {
  public:
   Walker(const Step& step, int threads, Scratch& shared, Scratch& own, bool has_tiles, Pulse& pulse)
       : step_(step), threads_(threads), shared_(shared), own_(own), has_tiles_(has_tiles), pulse_(pulse) {}
 
-  // phases: two, of which most operations use the second only.
-  void run(const Op& op, Phase* phases) {
+  // phases: two, of which most operations use the second only; before: the operation before, if any; op is not the last if
+  // it hands its output on.
+  void run(const Op& op, const Op* before, Phase* phases) {
     Phase& phase = phases[1];
     switch (op.kind) {
-      case kLinear: return linear(op, phases[0], phase);
+      case kLinear: return linear(op, before && hands_tiles(*before), phases[0], phase);
       case kRopeStore:
         phase.share(step_.tokens, 8, pulse_, [&](int64_t t) { rope_store(op, step_, t, own_.row.at_least(op.head_dim)); });
         return;
@@ -63,6 +67,15 @@ class Walker {
   }
 
  private:
+  // Whether the output is made as tiles for the next operation.
+  bool hands_tiles(const Op& op) const {
+    return op.handed_on && choose_tiles(has_tiles_, (&op)[1].weight_kind, step_.tokens);
+  }
+  Results results(const Op& op, int64_t width) const {
+    return {op.out, hands_tiles(op) ? shared_.handed.at_least(padded_tokens(step_.tokens) * width) : nullptr, width,
+            op.epilogue == kAdd};
+  }
+
   void prepare(const Op& op, int64_t token, bool as_bf16, const Activations& a) {
     const float* x = op.in + token * op.cols;
     if (op.norm) {
@@ -73,10 +86,12 @@ class Walker {
     as_bf16 ? widen(x, token, a) : quantize(x, token, a);
   }
 
-  void linear(const Op& op, Phase& preparing, Phase& phase);
+  void linear(const Op& op, bool has_input, Phase& preparing, Phase& phase);
   void attend_all(const Op& op, Phase& phase);
   template <class Cache>
   void attend_cached(const Op& op, Phase& phase);
+  template <class Cache>
+  void attend_one(const Op& op, const Results& to, int64_t s, int64_t head, int64_t heads);
   void embed(const Op& op, int64_t token);
 
   const Step& step_;
@@ -87,16 +102,16 @@ class Walker {
   Pulse& pulse_;
 };
 
-// Tiles are read whole, bf16 ones two at a time: there is room for as many rows as that takes.
-int64_t padded_tokens(int64_t tokens) { return (tokens + 31) / 32 * 32; }
-
-void Walker::linear(const Op& op, Phase& preparing, Phase& phase) {
-  const Linear layer(op);
+// has_input: the operation before has made it, as tiles.
+void Walker::linear(const Op& op, bool has_input, Phase& preparing, Phase& phase) {
+  const Linear layer(op, results(op, op.epilogue == kSiluMul ? op.rows / 2 : op.rows));
   const int64_t tokens = step_.tokens;
   const bool by_tiles = choose_tiles(has_tiles_, op.weight_kind, tokens);
   const bool as_bf16 = by_tiles || op.weight_kind == kBf16;
   Activations a;
-  if (tokens == 1) {  // each thread for itself: cheaper than to wait for another
+  if (has_input) {
+    a.wide = shared_.handed.at_least(0);
+  } else if (tokens == 1) {  // each thread for itself: cheaper than to wait for another
     a = own_.room(1, op.cols, false);
     prepare(op, 0, as_bf16, a);
   } else {
@@ -136,27 +151,33 @@ void Walker::attend_cached(const Op& op, Phase& phase) {
     const int64_t pieces = queries > 1 ? (queries + per_block - 1) / per_block * op.kv_heads : op.kv_heads / heads;
     ends[s] = (s ? ends[s - 1] : 0) + pieces;
   }
+  const Results to = results(op, (int64_t)op.q_heads * op.head_dim);
   phase.share(ends[step_.sequences - 1], 1, pulse_, [&](int64_t task) {
     const int64_t s = std::upper_bound(ends, ends + step_.sequences, task) - ends;
     const int64_t number = task - (s ? ends[s - 1] : 0), head = number % op.kv_heads;
     const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block;
-    const int64_t count = std::min(per_block, step_.query_starts[s + 1] - first), kv_len = step_.kv_lens[s];
-    if (step_.query_starts[s + 1] - step_.query_starts[s] > 1) {
+    if (step_.query_starts[s + 1] - step_.query_starts[s] == 1) return attend_one<Cache>(op, to, s, head, heads);
+    const int64_t count = std::min(per_block, step_.query_starts[s + 1] - first);
 #if defined(HAS_TILES)
-      if (has_tiles_ && TileQueryBlock::fits(op)) {
-        TileQueryBlock(op, step_, s, head, first, count, own_.row.at_least(TileQueryBlock::room(op))).attend();
-        return;
-      }
-#endif
-      float* room = own_.row.at_least(QueryBlock<Cache>::room(op));
-      QueryBlock<Cache>(op, step_, s, head, first, count, room).attend();
+    if (has_tiles_ && TileQueryBlock::fits(op)) {
+      TileQueryBlock(op, step_, s, head, first, count, own_.row.at_least(TileQueryBlock::room(op))).attend(to);
       return;
     }
-    const int64_t at = (first * op.q_heads + head * (op.q_heads / op.kv_heads)) * op.head_dim;
-    float* room = own_.row.at_least(Query<Cache>::room(op, heads, kv_len));
-    int64_t* places = own_.places.at_least(kv_len + kLanes);
-    Query<Cache>(op, step_, s, head, heads, kv_len, room, places).attend(op.in + at, op.out + at);
+#endif
+    QueryBlock<Cache>(op, step_, s, head, first, count, own_.row.at_least(QueryBlock<Cache>::room(op))).attend(to);
   });
+}
+
+// The only query of sequence s, of so many key-value heads from this one.
+template <class Cache>
+void Walker::attend_one(const Op& op, const Results& to, int64_t s, int64_t head, int64_t heads) {
+  const int64_t token = step_.query_starts[s], kv_len = step_.kv_lens[s], group = op.q_heads / op.kv_heads * op.head_dim;
+  const float* queries = op.in + token * to.width + head * group;
+  float* attended = to.tiles ? own_.attended.at_least(heads * group) : op.out + token * to.width + head * group;
+  float* room = own_.row.at_least(Query<Cache>::room(op, heads, kv_len));
+  Query<Cache>(op, step_, s, head, heads, kv_len, room, own_.places.at_least(kv_len + kLanes)).attend(queries, attended);
+  if (!to.tiles) return;
+  for (int64_t d = 0; d < heads * group; d += kLanes) to.put(token, head * group + d, load<Floats>(attended + d));
 }
 
 void Walker::embed(const Op& op, int64_t token) {
@@ -217,6 +238,7 @@ void run(void* handle, const Op* ops, int64_t count, const Step* step) {
   for (int64_t i = 0; i < count; i++) {
     if (ops[i].kind != kLinear) continue;
     engine.shared.room(padded_tokens(step->tokens), ops[i].cols, true);
+    engine.shared.handed.at_least(padded_tokens(step->tokens) * ops[i].cols);
   }
 #pragma omp parallel num_threads(engine.threads)
   {
@@ -226,7 +248,7 @@ void run(void* handle, const Op* ops, int64_t count, const Step* step) {
 #endif
     Pulse silent(nullptr), &pulse = thread == 0 ? engine.pulse : silent;
     Walker walker(*step, engine.threads, engine.shared, engine.own[thread], engine.tiles, pulse);
-    for (int64_t i = 0; i < count; i++) walker.run(ops[i], &engine.phases[2 * i]);
+    for (int64_t i = 0; i < count; i++) walker.run(ops[i], i ? &ops[i - 1] : nullptr, &engine.phases[2 * i]);
 #if defined(HAS_TILES)
     if (engine.tiles) _tile_release();
 #endif

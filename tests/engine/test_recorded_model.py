@@ -12,7 +12,7 @@ from radixserve.kernels.native_ops import NativeAttention, NativeOps
 from radixserve.kernels.packing import WeightKind, pack
 from radixserve.kernels.select import BackendUnavailable, select_native
 
-HIDDEN, VOCAB, HEADS, DIM, PAGE_SIZE = 64, 48, 4, 16, 4
+HIDDEN, VOCAB, HEADS, DIM, PAGE_SIZE = 64, 48, 4, 32, 4
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,15 @@ def packed(rows: int, cols: int) -> Tensor:
 
 
 class OneLayer:
-    """A decoder layer that counts how often its code runs; ``doubles``: computes one thing with torch itself."""
+    """A decoder layer that counts how often its code runs; ``doubles``: computes one thing with torch itself;
+    ``again``: reads what attention and the gates have given twice."""
 
-    def __init__(self, doubles: str | None):
-        self.doubles = doubles
+    def __init__(self, doubles: str | None = None, again: bool = False):
+        self.doubles, self.again = doubles, again
         self.calls = 0
         self.norm = Norm(torch.ones(HIDDEN), 1e-5)
         self.embedding, self.qkv = packed(VOCAB, HIDDEN), packed(3 * HEADS * DIM, HIDDEN)
-        self.out = packed(HIDDEN, HEADS * DIM)
+        self.out, self.gate_up, self.down = packed(HIDDEN, HEADS * DIM), packed(192, HIDDEN), packed(HIDDEN, 96)
         angles = torch.outer(torch.arange(32.0), torch.rand(DIM // 2, generator=torch.Generator().manual_seed(0)))
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
 
@@ -51,31 +52,48 @@ class OneLayer:
         q = ctx.ops.rope_store(qkv, HeadPlaces(ctx.positions, self.cos_sin, ctx.slots, *caches))
         attended = ctx.attention.run(q, *caches).flatten(1)
         stream, _ = ctx.ops.add_linear(stream, attended, self.out)
+        _, inner = ctx.ops.project(stream, None, self.norm, self.gate_up, None, gated=True)
+        stream, _ = ctx.ops.add_linear(stream, inner, self.down)
+        if self.again:
+            stream, _ = ctx.ops.add_linear(stream, attended, self.out)
+            stream, _ = ctx.ops.add_linear(stream, inner, self.down)
         return ctx.ops.rms_norm(stream, self.norm)
 
     def logits(self, hidden: Tensor, ops: Ops, out: Tensor | None = None) -> Tensor:
         return ops.logits(hidden, self.embedding, out)
 
 
-def step(model: OneLayer | RecordedModel, ops: NativeOps, attention: NativeAttention, num_tokens: int) -> Tensor:
-    """Logits of a prompt of ``num_tokens`` tokens."""
-    caches = tuple(torch.zeros(8, PAGE_SIZE, HEADS, DIM) for _ in range(2))
-    arrays = [np.array(a, np.int32) for a in ([0], [num_tokens], [0, num_tokens], [[3, 1, 4, 0, 2, 5, 7, 6]])]
-    attention.plan(BatchLayout(0, PAGE_SIZE, *(torch.from_numpy(a) for a in arrays), *arrays))
-    positions = torch.arange(num_tokens, dtype=torch.int32)
-    slots = torch.from_numpy(arrays[3])[0, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+def step(
+    model: OneLayer | RecordedModel, cache: torch.dtype, ops: NativeOps, attention: NativeAttention, num_tokens: int
+) -> Tensor:
+    """Logits of ``num_tokens`` tokens, the first of a sequence of its own, the others a prompt."""
+    caches = tuple(torch.zeros(8, PAGE_SIZE, HEADS, DIM, dtype=cache) for _ in range(2))
+    lengths = [1, num_tokens - 1] if num_tokens > 1 else [1]
+    table = [[3], [1, 4, 0, 2, 5, 7]]
+    rows = [range(len(lengths)), lengths, np.cumsum([0, *lengths]), [row[:1] * (6 - len(row)) + row for row in table]]
+    arrays = [np.array(a, np.int32) for a in rows]
+    attention.plan(BatchLayout(1, PAGE_SIZE, *(torch.from_numpy(a) for a in arrays), *arrays))
+    positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
+    pages = torch.tensor([table[row][at // PAGE_SIZE] for row, length in enumerate(lengths) for at in range(length)])
+    slots = pages.long() * PAGE_SIZE + positions % PAGE_SIZE
     context = ForwardContext(ops, attention, positions, slots, caches[:1], caches[1:])
     ids = torch.arange(num_tokens) * 5 % VOCAB
     return model.logits(model(ids, context), ops)
 
 
-@pytest.mark.parametrize(("doubles", "calls"), [(None, 3), ("new", 5), ("in place", 5)])
-def test_replays_what_the_model_computes(doubles: str | None, calls: int, ops: NativeOps) -> None:
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("doubles", "again", "calls"), [(None, False, 3), (None, True, 3), ("new", False, 5), ("in place", False, 5)]
+)
+def test_replays_what_the_model_computes(
+    doubles: str | None, again: bool, calls: int, cache: torch.dtype, ops: NativeOps
+) -> None:
     """Its code runs for the first step, for the record, and for a step with more tokens than the record's; and always
     where the record would leave something out."""
-    attention = NativeAttention(AttentionShape(HEADS, HEADS, DIM, PAGE_SIZE, torch.float32), ops)
-    model, plain = OneLayer(doubles), OneLayer(doubles)
+    attention = NativeAttention(AttentionShape(HEADS, HEADS, DIM, PAGE_SIZE, cache), ops)
+    model, plain = OneLayer(doubles, again), OneLayer(doubles, again)
     recorded = RecordedModel(model, ops, attention, capacity=20)
     for num_tokens in (7, 20, 1, 25):
-        torch.testing.assert_close(step(recorded, ops, attention, num_tokens), step(plain, ops, attention, num_tokens))
+        replayed, computed = (step(each, cache, ops, attention, num_tokens) for each in (recorded, plain))
+        torch.testing.assert_close(replayed, computed)
     assert model.calls == calls
