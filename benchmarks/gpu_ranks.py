@@ -2,8 +2,8 @@
 
 Starts a process for each rank. For each number of tokens: NCCL's sum and ours (``kernels/triton_peers.py``), alone and
 with the residual and the norm that follow, in microseconds; the largest error against the exact result, in units of the
-largest value; and whether all ranks have the same bits. Then the gathering of logits, and two endings: a sum whose
-partner is gone, and leaving NCCL, which a graph contains until then. Nothing waits longer than ``--limit`` seconds.
+largest value; and whether all ranks have the same bits. Then draws of tokens from logits of which each rank has a part,
+and two endings: a sum whose partner is gone, and leaving NCCL. Nothing waits longer than ``--limit`` seconds.
 ``--tiny`` tries it out on a CPU.
 """
 
@@ -27,10 +27,11 @@ import torch.distributed as dist
 from gpu_timing import replay_us
 from torch import Tensor
 
+from radixserve.engine.parallel import ParallelLogits
 from radixserve.engine.ranks import TorchRanks
 from radixserve.engine.sharding import Shard
 from radixserve.kernels.interface import Norm, Ops
-from radixserve.kernels.select import select_ops
+from radixserve.kernels.select import select_ops, select_sampling
 
 CALLS = 24  # in a graph
 REPLAYS = 12
@@ -115,14 +116,29 @@ class Rank:
         self.ranks.least(0)
         return statistics.median(replay_us(graph, REPLAYS))
 
-    def gather_us(self, rows: int, columns: int) -> float:
-        """Of logits as ``ParallelOps`` does it. Its graph stays until the other ranks are gone, as a runner's do."""
-        part = torch.randn(rows, columns // self.shard.size, device=self.device)
+    def draws_us(self, count: int, vocab_size: int) -> dict[str, float]:
+        """Of ``count`` tokens without filters, from parts of their logits, and from all that are gathered before."""
+        parallel, kernels = ParallelLogits(self.shard, self.ranks, vocab_size), select_sampling(self.device)
+        assert kernels is not None
+        part = torch.randn(count, -(-vocab_size // self.shard.size), device=self.device)
+        rows = torch.arange(count, dtype=torch.int32, device=self.device)
+        floats = torch.tensor([[0.6, 1.0, 0.0]], device=self.device).repeat(count, 1)
+        ints = torch.tensor([[1, vocab_size]], device=self.device).repeat(count, 1)
+        rules, last_tokens = (rows, floats, ints, rows), torch.zeros(count, dtype=torch.int64, device=self.device)
 
-        def body() -> None:
-            torch.cat(tuple(self.ranks.all_gather(part)), dim=-1)
+        def from_parts() -> None:
+            best = kernels.best_of_part(part, *rules, parallel.part)
+            kernels.pick(parallel.add_up(best), rows, last_tokens)
 
-        return self.replayed_us(body)
+        def from_all() -> None:
+            kernels.draw(parallel.gather(part), *rules, last_tokens)
+
+        found = {}
+        for name, body in {"parts": from_parts, "all": from_all}.items():
+            body()
+            found[name] = self.replayed_us(body)
+            self.graph.reset()
+        return found
 
     def lose_partner(self) -> float:
         """Rank 0 begins a sum that nobody else makes; milliseconds until it ends after ``abort``."""
@@ -145,9 +161,11 @@ def run_rank(options: argparse.Namespace) -> None:
         if is_first:
             print(*(f"{key}: {_short(value)}" for key, value in results[-1].items()), sep=" | ", flush=True)
     if not options.tiny:
-        gathered_us = rank.gather_us(256, 151936)
+        found = rank.draws_us(256, 151936)
         if is_first:
-            print(f"gathering logits of 256 rows: {gathered_us:.0f} us", flush=True)
+            print(
+                f"draws of 256 tokens from parts: {found['parts']:.0f} us, gathered: {found['all']:.0f} us", flush=True
+            )
     if options.out and is_first:
         options.out.write_text(json.dumps(results))
     rank.ranks.least(0)
@@ -158,8 +176,6 @@ def run_rank(options: argparse.Namespace) -> None:
             except RuntimeError as error:  # as when the driver takes the partner's memory away
                 print(f"a sum without a partner failed: {error}", flush=True)
         start = time.perf_counter()
-        if not options.tiny:
-            rank.graph.reset()
         rank.ranks.leave()
         print(f"left after {time.perf_counter() - start:.2f} s", flush=True)
     sys.stdout.flush()

@@ -23,7 +23,7 @@ from radixserve.engine.graphs import graph_batch_sizes, mixed_token_counts, shar
 from radixserve.engine.host import available_memory
 from radixserve.engine.kv_scales import scale_kv
 from radixserve.engine.load_model import load_model
-from radixserve.engine.parallel import ParallelOps
+from radixserve.engine.parallel import ParallelLogits, ParallelOps
 from radixserve.engine.profiling import ProfiledRunner
 from radixserve.engine.ranks import TorchRanks, check_no_group
 from radixserve.engine.recorded_model import RecordedModel
@@ -57,6 +57,7 @@ from radixserve.kvcache.radix import RadixPrefixCache
 # Kernels are compiled for ranges of batch sizes: one of each, for steps that hold prompts.
 _WARM_UP_TOKENS = (1, 16, 32, 64, 256)
 _COMMON_RULES = SamplingParams(temperature=0.9, top_p=0.9)
+_PLAIN_RULES = SamplingParams(temperature=0.9)
 _LARGEST_RULES = SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS)
 # Of the description of one graph, on the device.
 _GRAPH_BYTES = 2 << 20
@@ -82,7 +83,7 @@ def build_engine(
         return _assemble(design, _load(design, None, progress))
     check_no_group()
     progress("starting the other ranks", 0.0)
-    ranks = TorchRanks(shard, design.sizes.device, only_nccl=config.disable_custom_all_reduce)
+    ranks = _new_ranks(design)
     team = Team.start(config, on_loss or (lambda reason, status: ranks.abort()))
     with ExitStack() as undo, team.starting():
         undo.callback(ranks.leave)
@@ -102,10 +103,16 @@ def build_follower(config: ServeConfig, shard: Shard, meeting: Path) -> Runner:
     """What rank ``shard`` executes plans with, once all ranks have come to the folder ``meeting``. All of them go the
     same way through this module, which leads through the same collectives. Raises as ``build_engine`` does."""
     design = Design.of(config, shard, ignore_progress)
-    ranks = TorchRanks(shard, design.sizes.device, only_nccl=config.disable_custom_all_reduce)
+    ranks = _new_ranks(design)
     (meeting / str(shard.rank)).touch()
     ranks.meet(meeting)
     return _load(design, ranks, ignore_progress).runner
+
+
+def _new_ranks(design: Design) -> TorchRanks:
+    sizes, only_nccl = design.sizes, design.config.disable_custom_all_reduce
+    decode_bytes = sizes.max_num_seqs * design.spec.hidden_size * design.kernels.dtype.itemsize
+    return TorchRanks(design.shard, sizes.device, decode_bytes, only_nccl=only_nccl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,7 @@ def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> _Load
     progress("sizing the KV cache", 1.0)
     if ranks is not None:
         design = replace(design, kernels=replace(kernels, ops=_parallel_ops(design, ranks)))
-    parts = _Parts(design, model)
+    parts = _Parts(design, model, ranks)
     num_pages = parts.choose_num_pages()
     if ranks is not None:
         num_pages = ranks.least(num_pages)
@@ -142,7 +149,7 @@ def _parallel_ops(design: Design, ranks: TorchRanks) -> ParallelOps:
     # With a norm between product and stream nothing but whole sums is ever pending.
     norms_sum = makes_sums(device, kernels.dtype) and not spec.sandwich_norms
     ops = select_ops(device, kernels.dtype, config.moe_backend, sums=ranks) if norms_sum else kernels.ops
-    return ParallelOps(ops, design.shard, ranks, spec.vocab_size, norms_sum=norms_sum)
+    return ParallelOps(ops, design.shard, ranks, norms_sum=norms_sum)
 
 
 def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:
@@ -185,6 +192,7 @@ class _Parts:
 
     design: Design
     model: Decoder
+    ranks: TorchRanks | None
 
     @property
     def kv_shape(self) -> KVShape:
@@ -192,7 +200,8 @@ class _Parts:
         return KVShape(local.num_layers, sizes.page_size, local.num_kv_heads, local.head_dim, sizes.kv_dtype)
 
     def runner(self, num_pages: int) -> ModelRunner:
-        sizes, kernels = self.design.sizes, self.design.kernels
+        sizes, kernels, vocab_size = self.design.sizes, self.design.kernels, self.design.spec.vocab_size
+        parallel = None if self.ranks is None else ParallelLogits(self.design.shard, self.ranks, vocab_size)
         try:
             model, attention = self._with_attention()
             kv = MHAKVCache.allocate(self.kv_shape, num_pages, sizes.device)
@@ -203,7 +212,7 @@ class _Parts:
             kv,
             attention,
             kernels.ops,
-            Sampler(sizes.max_num_seqs, self.design.spec.vocab_size, sizes.device, select_sampling(sizes.device)),
+            Sampler(sizes.max_num_seqs, vocab_size, sizes.device, select_sampling(sizes.device), parallel),
             max_rows=sizes.max_num_seqs,
             max_pages_per_row=sizes.max_pages_per_row,
         )
@@ -253,6 +262,8 @@ class _Parts:
         is_cuda = self.design.sizes.device.type == "cuda"
         for num_tokens in _WARM_UP_TOKENS if is_cuda else _WARM_UP_TOKENS[1:2]:
             self._warm_up(runner, num_tokens, 1)
+        if is_cuda:
+            self._warm_up(runner, 1, 1, _PLAIN_RULES, is_masked=False)
         if is_cuda and self.design.config.num_pages is not None:
             # Nothing was measured: if the largest step does not fit beside so many pages, that is known now.
             self._take_largest_step(runner)
@@ -270,6 +281,8 @@ class _Parts:
         num_tokens: int,
         num_rows: int,
         sampling: SamplingParams = _COMMON_RULES,
+        *,
+        is_masked: bool = True,
     ) -> None:
         """Run a step of ``num_tokens`` prompt tokens in ``num_rows`` sampling sequences, all on page 0, so that kernels
         are loaded, and the memory of a step of that size is known."""
@@ -279,9 +292,10 @@ class _Parts:
         setups = tuple(RowSetup(row, sampling, 0, ids, share, ()) for row in range(num_rows))
         chunks = tuple(PrefillChunk(row, ids, 0, True) for row in range(num_rows))
         nothing = np.zeros(0, np.int32)
-        plan = StepPlan(0, setups, nothing, nothing, nothing, nothing, nothing, chunks, masked=(0,))
-        step = runner.launch(plan)
-        step.sample(np.full((1, mask_words(self.design.spec.vocab_size)), -1, np.int32))
+        masked = (0,) if is_masked else ()
+        step = runner.launch(StepPlan(0, setups, nothing, nothing, nothing, nothing, nothing, chunks, masked=masked))
+        if is_masked:
+            step.sample(np.full((1, mask_words(self.design.spec.vocab_size)), -1, np.int32))
         step.result()
 
     def _captures(self, runner: ModelRunner) -> bool:
@@ -293,13 +307,23 @@ class _Parts:
     def _capture(self, runner: ModelRunner, first: int, report: Callable[[float], None]) -> int:
         """Capture the graphs of all sizes from the ``first`` on, -1 for the largest; returns how many sizes there
         are."""
-        sizes, vocab_size = self.design.sizes, self.design.spec.vocab_size
-        batch_sizes, token_counts = graph_batch_sizes(sizes.max_num_seqs), mixed_token_counts(sizes.step_tokens)
+        sizes = self.design.sizes
+        batch_sizes, token_counts = graph_batch_sizes(sizes.max_num_seqs), self._token_counts()
         decode_inputs = select_decode_inputs(sizes.device)
         assert decode_inputs is not None
-        runner.capture(decode_inputs, batch_sizes[first:], token_counts[first:], vocab_size, report)
+        num_logits = self.design.local.vocab_size
+        runner.capture(decode_inputs, batch_sizes[first:], token_counts[first:], num_logits, report)
         num_shared = len(shared_batch_sizes(batch_sizes)) if runner.reads_shared else 0
         return len(batch_sizes) + num_shared + len(token_counts)
+
+    def _token_counts(self) -> list[int]:
+        """Of the steps with prompts to capture. If possible no graph shall hold a sum over ranks of NCCL's."""
+        counts = mixed_token_counts(self.design.sizes.step_tokens)
+        if self.ranks is None:
+            return counts
+        hidden_size, dtype = self.design.spec.hidden_size, self.design.kernels.dtype
+        streams = (torch.empty(count, hidden_size, dtype=dtype, device="meta") for count in counts)
+        return [len(stream) for stream in streams if self.ranks.fits(stream)] or counts
 
     def _measure_step_bytes(self) -> int:
         """Peak of device memory that the largest step, the kernels' workspaces and the graphs take beside weights and

@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, ops: Ops, out: Tensor | None = None) -> Tensor:
-        """hidden [S, H] -> fp32 [S, vocab]."""
+        """hidden [S, H] -> fp32 [S, vocab], of a rank its part of them."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits = ops.logits(hidden, head.weight, out)
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from radixserve.engine.sharding import Shard
-from radixserve.kernels.interface import Ops, Weight
+from radixserve.kernels.interface import LogitPart, Ops, Weight
 from radixserve.kernels.quantized import Stack
 
 
@@ -17,7 +18,7 @@ class Collectives(Protocol):
     """Operations that all ranks call in the same order, with tensors of the same shape. All get the same bits."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks; may overwrite ``tensor``."""
+        """The sum over ranks, exact where all but one give zeros; may overwrite ``tensor``."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -30,22 +31,22 @@ class ParallelOps:
 
     Between a norm and the product that goes back to the stream a rank computes its own heads and inner columns, as if
     they were a model of their own. What leaves that stretch is summed over ranks, so the stream and everything computed
-    from it alone (norms, routing, samples) are the same on all. ``vocab_size``: that of the whole model.
+    from it alone (norms, routing) are the same on all; of the logits each has a part, see ``ParallelLogits``.
     ``norms_sum``: the norms of ``ops`` make the sum of what is pending, which is left to them.
     """
 
-    def __init__(self, ops: Ops, shard: Shard, ranks: Collectives, vocab_size: int, *, norms_sum: bool = False):
+    def __init__(self, ops: Ops, shard: Shard, ranks: Collectives, *, norms_sum: bool = False):
         self._norms_sum = norms_sum
         self._ops = ops
         self.shard = shard
         self.ranks = ranks
-        self._vocab_size = vocab_size
         self.rms_norm = ops.rms_norm
         self.add_rms_norm = ops.add_rms_norm
         self.silu_mul = ops.silu_mul
         self.gelu_mul = ops.gelu_mul
         self.rope_store = ops.rope_store
         self.project = ops.project
+        self.logits = ops.logits
 
     def embed(self, ids: Tensor, weight: Tensor, hidden_size: int, scale: float = 1.0) -> Tensor:
         """Each token's row comes from the rank that has it."""
@@ -74,14 +75,31 @@ class ParallelOps:
             return answer
         return self.ranks.all_reduce(answer if answer.dim() == 2 else answer.sum(0))
 
-    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """All ranks get all of them, and then draw the same tokens: no token has to be sent."""
-        gathered = self.ranks.all_gather(self._ops.logits(hidden, weight))
-        num_rows = len(weight)
-        widths = [max(0, min(num_rows, self._vocab_size - rank * num_rows)) for rank in range(self.shard.size)]
-        parts = [part[:, :width] for part, width in zip(gathered, widths, strict=True)]
-        return torch.cat(parts, dim=-1, out=out)
-
     def _once(self, bias: Tensor | None) -> Tensor | None:
         """For a sum to which one rank adds it."""
         return None if self.shard.rank else bias
+
+
+class ParallelLogits:
+    """What becomes of logits [S, vocab] of which each rank computes the columns [S, ceil(vocab / ranks)] of its part of
+    the vocabulary: all ranks draw the same tokens, so that no token has to be sent.
+
+    A draw without filters tells the other ranks one score for some thousand tokens; all else gathers the logits.
+    """
+
+    def __init__(self, shard: Shard, ranks: Collectives, vocab_size: int):
+        width = -(-vocab_size // shard.size)
+        starts = [min(rank * width, vocab_size) for rank in range(shard.size + 1)]
+        self._ranks = ranks
+        self._columns = [end - start for start, end in pairwise(starts)]
+        self.part = LogitPart(shard.rank, shard.size, starts[shard.rank], self._columns[shard.rank])
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All logits. For NCCL, which no graph shall hold."""
+        gathered = self._ranks.all_gather(part)
+        columns = zip(gathered, self._columns, strict=True)
+        return torch.cat([logits[:, :count] for logits, count in columns], dim=-1)
+
+    def add_up(self, best: Tensor) -> Tensor:
+        """All ranks' ``SamplingKernels.best_of_part``."""
+        return self._ranks.all_reduce(best)

@@ -21,7 +21,8 @@ from radixserve.kernels.peer_memory import (
 )
 from radixserve.kernels.select import select_peer_sums
 
-# That a rank writes to others for one sum. Longer ones are left to NCCL, which sends each value fewer times.
+# That a rank writes to others for one sum. Longer ones, but for those of decodes, are left to NCCL, which sends each
+# value fewer times.
 _MAX_SENT_BYTES = 16 << 20
 _ALIGNMENT = 128
 _CONNECTED = b"connected"
@@ -54,9 +55,11 @@ class PeerLink:
         self.memory.close()
 
 
-def connect_peers(shard: Shard, device: torch.device, all_gather: AllGather) -> PeerLink | None:
-    """To be called by all ranks. None, on all of them, where one cannot write to another's memory."""
-    slice_bytes = _MAX_SENT_BYTES // (shard.size - 1) // _ALIGNMENT * _ALIGNMENT
+def connect_peers(shard: Shard, device: torch.device, decode_bytes: int, all_gather: AllGather) -> PeerLink | None:
+    """To be called by all ranks. None, on all of them, where one cannot write to another's memory. ``decode_bytes``: of
+    a sum that must not be left to NCCL."""
+    longest = max(_MAX_SENT_BYTES // (shard.size - 1), decode_bytes)
+    slice_bytes = -(-longest // _ALIGNMENT) * _ALIGNMENT
     memory, addresses, reason = None, list[int](), "see the other ranks"
     handle = outcome = b""
     try:

@@ -54,14 +54,15 @@ class TorchRanks:
     """``Collectives`` of torch.distributed: NCCL between GPUs, gloo between processes on a CPU. Owns the process's
     default group from ``meet`` to ``leave``.
 
-    NCCL's communicator lives until all graphs that contain its operations are destroyed; to destroy or to abort it
-    waits for that, and to destroy it would also wait for the other ranks to do the same, who leave their process
-    instead. So it is aborted, in the background, and whoever owns the graphs releases them before ``leave``. Nor may
-    graphs hold buffers that other ranks have opened: it would ask these, when they are gone, to close them.
+    To destroy NCCL's communicator would wait for the other ranks to do the same, who leave their process instead. So it
+    is aborted, in the background. It lives until all graphs that contain its operations are destroyed, which there are
+    only where it makes all sums: whoever owns graphs releases them before ``leave``. Nor may they hold buffers that
+    other ranks have opened: it would ask these, when they are gone, to close them.
     """
 
-    def __init__(self, shard: Shard, device: torch.device, *, only_nccl: bool = False):
-        """``only_nccl``: kernels of ours shall make no sums."""
+    def __init__(self, shard: Shard, device: torch.device, decode_bytes: int = 0, *, only_nccl: bool = False):
+        """``decode_bytes``: of a sum that a graph of decodes needs. ``only_nccl``: kernels of ours shall make none."""
+        self._decode_bytes = decode_bytes
         self._only_nccl = only_nccl
         self._shard = shard
         self._device = device
@@ -74,8 +75,11 @@ class TorchRanks:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")  # all ranks are on this host
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # see above
-        # Torch would end the process when it sees that another rank is gone; that is ``Team``'s to see.
+        # Torch would end the process when it sees that another rank is gone; that is ``Team``'s to see. Nor shall it
+        # ask the others each second what they see: once ``meeting`` is gone it would wait for its file for minutes,
+        # and whoever takes the group down for it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         dist.init_process_group(
             "nccl" if self._on_gpu else "gloo",
             init_method=f"file://{meeting}/store",
@@ -86,7 +90,7 @@ class TorchRanks:
         self._met = True
         self.least(0)  # NCCL connects with the first collective, which must not be one that is captured in a graph
         if self._on_gpu and not self._only_nccl:
-            self._peers = connect_peers(self._shard, self._device, self.all_gather)
+            self._peers = connect_peers(self._shard, self._device, self._decode_bytes, self.all_gather)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self._peers is not None and self._peers.sums.fits(tensor):

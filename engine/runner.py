@@ -53,7 +53,7 @@ class ModelRunner:
         self._attention = attention
         self._ops = ops
         self._sampler = sampler
-        self._prompt_logprobs = PromptLogprobs(lambda hidden: model.logits(hidden, ops))
+        self._prompt_logprobs = PromptLogprobs(lambda hidden: sampler.whole(model.logits(hidden, ops)))
         self._device = kv.buffer.device
         self._page_size = kv.buffer.shape[3]
         self._k_caches, self._v_caches = kv.buffer[0].unbind(0), kv.buffer[1].unbind(0)
@@ -84,12 +84,13 @@ class ModelRunner:
         decode_inputs: DecodeInputs,
         batch_sizes: Sequence[int],
         token_counts: Sequence[int],
-        vocab_size: int,
+        num_logits: int,
         report: Callable[[float], None],
     ) -> None:
         """From now on replay CUDA graphs for steps of up to max(``batch_sizes``) decodes and nothing else, and for most
-        others of up to max(``token_counts``) tokens. Only if ``can_capture``. ``report``: share done."""
-        self._graph_logits = torch.empty(max(batch_sizes), vocab_size, device=self._device)
+        others of up to max(``token_counts``) tokens. Only if ``can_capture``. ``num_logits``: of the model for a token.
+        ``report``: share done."""
+        self._graph_logits = torch.empty(max(batch_sizes), num_logits, device=self._device)
 
         def decode(rows: Tensor, kv_lens: Tensor, shared: SharedTiles | None) -> Tensor:
             table = self._page_table.tensor

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.engine.logprobs import LogprobRows, logprob_rows
+from radixserve.engine.parallel import ParallelLogits
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import Int32s, RowSetup
 from radixserve.engine.token_counts import TokenCounts
@@ -71,18 +72,27 @@ class Sampled:
 
 class Sampler:
     """Owns every row's last token and its sampling rules, on the device and (what decides which work is needed) on the
-    host. The row after the last one is nobody's: a step that is padded to a certain size samples greedily for it."""
+    host. The row after the last one is nobody's: a step that is padded to a certain size samples greedily for it.
+    ``parallel``: logits are this rank's part of them."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, kernels: SamplingKernels | None = None):
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        kernels: SamplingKernels | None = None,
+        parallel: ParallelLogits | None = None,
+    ):
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._device = device
         self._vocab_size = vocab_size
         self._kernels = kernels
+        self._parallel = parallel
         self._floats = torch.zeros(max_rows + 1, len(_FLOATS), device=device)
         self._seeds_top_ks = torch.zeros(max_rows + 1, 2, dtype=torch.int64, device=device)
         self._counts = TokenCounts(max_rows, vocab_size, device, kernels)
         self._greedy = np.ones(max_rows, np.bool_)
-        self._plain = np.ones(max_rows, np.bool_)  # the kernel that draws does it all, but for min_tokens
+        self._plain = np.ones(max_rows, np.bool_)  # ``draw_plain`` does it all, but for min_tokens
         self._penalized = np.zeros(max_rows, np.bool_)
         self._biased = np.zeros(max_rows, np.bool_)
         self._top_k = np.zeros(max_rows, np.int64)
@@ -115,14 +125,25 @@ class Sampler:
         """Whether ``draw_plain`` is all that these rows need now."""
         return bool((self._plain[rows_host] & (num_known_host >= self._min_len[rows_host])).all())
 
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits of all tokens, for whoever needs more than a draw."""
+        return self._parallel.gather(logits) if self._parallel else logits
+
     def draw_plain(self, logits: Tensor, rows: Tensor, num_known: Tensor) -> Tensor:
         """Only with kernels: ``sample`` for plain rows, [2, S] as in ``Sampled``. May be captured in a CUDA graph."""
         assert self._kernels is not None
-        return self._kernels.draw(logits, rows, self._floats, self._seeds_top_ks, num_known, self.last_tokens)
+        if self._parallel is None:
+            return self._draw(logits, rows, num_known)
+        rules = (rows, self._floats, self._seeds_top_ks, num_known)
+        best = self._kernels.best_of_part(logits, *rules, self._parallel.part)
+        return self._kernels.pick(self._parallel.add_up(best), rows, self.last_tokens)
 
     def sample(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> Sampled:
         """Choose a token for each row of ``logits`` [S, vocab] fp32, which the rules may change in place."""
         rows, rows_host = batch.rows, batch.rows_host
+        if self._kernels and masks is None and self.are_plain(rows_host, batch.num_known_host):
+            return Sampled(self.draw_plain(logits, rows, batch.num_known))
+        logits = self.whole(logits)
         penalized = np.flatnonzero(self._penalized[rows_host])
         wanting = np.flatnonzero(self._wants_logprobs[rows_host])
         failed = None if self._kernels else _not_finite(logits.numpy())
@@ -136,7 +157,7 @@ class Sampler:
         if masks is not None:
             self._mask(logits, masks)
         if failed is None:
-            drawn = self.draw_plain(logits, rows, batch.num_known)
+            drawn = self._draw(logits, rows, batch.num_known)
         else:
             drawn = self._draw_on_cpu(logits, batch, failed)
         if len(penalized):
@@ -161,7 +182,13 @@ class Sampler:
         self._wants_logprobs[row] = sampling.logprobs is not None
         self._num_top[row] = sampling.logprobs or 0
         special = sampling.has_penalties or bool(sampling.logit_bias) or sampling.logprobs is not None
-        self._plain[row] = not special
+        filters = self._top_k[row] < self._vocab_size or sampling.top_p < 1 or sampling.min_p > 0
+        needs_all = self._parallel is not None and filters and not sampling.greedy
+        self._plain[row] = not (special or needs_all)
+
+    def _draw(self, logits: Tensor, rows: Tensor, num_known: Tensor) -> Tensor:
+        assert self._kernels is not None
+        return self._kernels.draw(logits, rows, self._floats, self._seeds_top_ks, num_known, self.last_tokens)
 
     def _mask(self, logits: Tensor, masks: TokenMasks) -> None:
         """-inf, in place, for what ``masks`` forbid."""

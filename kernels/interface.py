@@ -221,6 +221,16 @@ def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Norm)
 DecodeInputs = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
+class LogitPart(NamedTuple):
+    """Which of all logits [S, vocab] the ``rank`` of ``ranks`` has: ``columns`` of them, from the token ``first`` on. A
+    tensor of them is as wide as that of any other rank, padded behind its columns."""
+
+    rank: int
+    ranks: int
+    first: int
+    columns: int
+
+
 class SamplingKernels(Protocol):
     """Sampling on a device, one launch or few for each method. ``rows`` int32 [S] are all different."""
 
@@ -236,6 +246,16 @@ class SamplingKernels(Protocol):
         """int32 [2, S]: token ids, then 1 where logits were not finite (the token is 0 there). A draw depends on the
         row's logits, rules, seed and number of known tokens only. Tokens of equal logits stay together: a filter keeps
         all or none of them. A CUDA graph may hold it."""
+        ...
+
+    def best_of_part(
+        self, logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, part: LogitPart
+    ) -> Tensor:
+        """A draw without filters from parts of the logits begins: fp32 [S, n], to be added up over ranks, exactly."""
+        ...
+
+    def pick(self, best: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
+        """It ends: what ``draw`` would give, from the sum of all ``best_of_part``."""
         ...
 
     def forbid(self, logits: Tensor, lines: Tensor) -> None:

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from radixserve.kernels.triton_sampling import sample
+from radixserve.kernels.interface import LogitPart
+from radixserve.kernels.triton_sampling import best_of_part, pick, sample
 
 _BLOCK = 4096  # tokens of one program
 _WORD_BITS = 32
@@ -70,6 +71,14 @@ class TritonSampling:
         self, logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, last_tokens: Tensor
     ) -> Tensor:
         return sample(logits, rows, floats, ints, num_known, last_tokens, self._pdl)
+
+    def best_of_part(
+        self, logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, part: LogitPart
+    ) -> Tensor:
+        return best_of_part(logits, rows, floats, ints, num_known, part, self._pdl)
+
+    def pick(self, best: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
+        return pick(best, rows, last_tokens, self._pdl)
 
     def forbid(self, logits: Tensor, lines: Tensor) -> None:
         vocab = logits.shape[1]

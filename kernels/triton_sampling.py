@@ -6,6 +6,8 @@ argmax(logit / T - log(E)) with E exponentially distributed picks token i with p
 Top-k, top-p and min-p each keep the tokens from some logit up. ``_floor_of_row`` finds the highest of these floors on
 the few largest logits where these are sure to hold it: by comparing each with each, or by bisection over the bits of a
 float where they are many.
+
+Each block of columns has a best token, so ranks that hold some of the columns need but add up what they found.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from radixserve.kernels.interface import LogitPart
 
 BLOCK = 4096  # logits of one program, and candidates for a floor
 FEW = 128  # candidates, compared with each other: the usual top-k leaves no more
@@ -230,18 +234,20 @@ def _floor_of_row(
 
 @triton.jit
 def _best_of_block(
-    logits_ptr,  # [samples, vocab]
+    logits_ptr,  # [samples, columns]
     rows_ptr,  # int32 [samples]
     floats_ptr,  # fp32 [max_rows, floats_stride]
     ints_ptr,  # int64 [max_rows, ints_stride]
     num_known_ptr,  # int32 [samples]
-    floors_ptr,  # fp32 [samples]
-    best_ptr,  # fp32 [samples, blocks] out
-    best_id_ptr,  # int32 [samples, blocks] out
-    vocab,
+    floors_ptr,  # fp32 [samples], or None
+    best_ptr,  # fp32 [samples, 2, RANKS, blocks] out: scores, then token ids; zeros for other ranks
+    columns,  # behind which is padding
+    first,  # token id of the first column
     logits_stride,
     floats_stride,
     ints_stride,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -249,49 +255,52 @@ def _best_of_block(
         gdc_launch_dependents()
         gdc_wait()
     sample = tl.program_id(1)
-    block = tl.program_id(0)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    token = first + column
+    inside = column < columns
     row = tl.load(rows_ptr + sample)
     temperature = tl.load(floats_ptr + row * floats_stride)
-    score = tl.load(logits_ptr + sample.to(tl.int64) * logits_stride + token, mask=inside, other=float("-inf"))
+    score = tl.load(logits_ptr + sample.to(tl.int64) * logits_stride + column, mask=inside, other=float("-inf"))
     score = score.to(tl.float32)
     # A NaN becomes +inf, which no sound logit is, and so reaches the end.
     score = tl.where(score < float("inf"), score, float("inf"))
-    score = tl.where(score >= tl.load(floors_ptr + sample), score, float("-inf"))
+    if floors_ptr is not None:
+        score = tl.where(score >= tl.load(floors_ptr + sample), score, float("-inf"))
     if temperature > 0:
         noise = _log_exponential(tl.load(ints_ptr + row * ints_stride), tl.load(num_known_ptr + sample), token)
         score = score / temperature - noise
     best = tl.max(score, 0)
-    spot = sample * tl.num_programs(0) + block
-    tl.store(best_ptr + spot, best)
     # Of equal scores the lowest id.
-    tl.store(best_id_ptr + spot, tl.min(tl.where(score == best, token, vocab - 1), 0))
+    best_id = tl.min(tl.where(score == best, token, first + columns), 0)
+    spot_ptr = best_ptr + sample * 2 * RANKS * blocks + block
+    for rank in tl.static_range(RANKS):
+        tl.store(spot_ptr + rank * blocks, best if rank == RANK else 0.0)
+        tl.store(spot_ptr + (RANKS + rank) * blocks, best_id.to(tl.float32) if rank == RANK else 0.0)
 
 
 @triton.jit
 def _best_of_row(
-    best_ptr,
-    best_id_ptr,
+    best_ptr,  # fp32 [samples, 2, entries], as above
     rows_ptr,
     drawn_ptr,  # int32 [2, samples] out: token ids, then 1 where logits were not finite
     last_tokens_ptr,  # int64 [max_rows] out
-    vocab,
-    blocks,
-    BLOCKS: tl.constexpr,
+    entries,
+    ENTRIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     sample = tl.program_id(0)
-    at = tl.arange(0, BLOCKS)
-    inside = at < blocks
-    best = tl.load(best_ptr + sample * blocks + at, mask=inside, other=float("-inf"))
-    ids = tl.load(best_id_ptr + sample * blocks + at, mask=inside, other=vocab - 1)
+    at = tl.arange(0, ENTRIES)
+    inside = at < entries
+    line_ptr = best_ptr + sample * 2 * entries
+    best = tl.load(line_ptr + at, mask=inside, other=float("-inf"))
+    ids = tl.load(line_ptr + entries + at, mask=inside, other=0.0)
     top = tl.max(best, 0)
     failed = (top == float("inf")) | (top == float("-inf"))
-    token = tl.where(failed, 0, tl.min(tl.where(best == top, ids, vocab - 1), 0)).to(tl.int64)
+    token = tl.where(failed, 0.0, tl.min(tl.where(best == top, ids, float("inf")), 0)).to(tl.int64)
     tl.store(drawn_ptr + sample, token.to(tl.int32))
     tl.store(drawn_ptr + tl.num_programs(0) + sample, failed.to(tl.int32))
     tl.store(last_tokens_ptr + tl.load(rows_ptr + sample), token)
@@ -308,20 +317,40 @@ def sample(
 ) -> Tensor:
     """See ``SamplingKernels.draw``. Not finite: a NaN or +inf among the logits, or -inf alone."""
     samples, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
+    floors, candidates = (torch.empty(samples, *size, device=logits.device) for size in ((), (BLOCK,)))
+    sizes = (vocab, logits.stride(0), floats.stride(0), ints.stride(0))
+    tensors = (logits, rows, floats, ints, candidates, floors)
+    options = {"BLOCK": BLOCK, "FEW": FEW, "PDL": pdl, "launch_pdl": pdl}
+    _floor_of_row[(samples,)](*tensors, *sizes, num_warps=16, **options)
+    best = best_of_part(logits, rows, floats, ints, num_known, LogitPart(0, 1, 0, vocab), pdl, floors)
+    return pick(best, rows, last_tokens, pdl)
 
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-    floors, best, best_id = scratch(samples), scratch(samples, blocks), scratch(samples, blocks, dtype=torch.int32)
-    drawn = scratch(2, samples, dtype=torch.int32)
-    rules, sizes = (rows, floats, ints), (vocab, logits.stride(0), floats.stride(0), ints.stride(0))
-    launch = {"PDL": pdl, "launch_pdl": pdl}
-    candidates = scratch(samples, BLOCK)
-    looked_at = {"BLOCK": BLOCK, "FEW": FEW}
-    _floor_of_row[(samples,)](logits, *rules, candidates, floors, *sizes, **looked_at, num_warps=16, **launch)
-    tensors = (logits, *rules, num_known, floors, best, best_id)
-    _best_of_block[(blocks, samples)](*tensors, *sizes, BLOCK=BLOCK, num_warps=8, **launch)
-    bests = (best, best_id, rows, drawn, last_tokens)
-    _best_of_row[(samples,)](*bests, vocab, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **launch)
+def best_of_part(
+    logits: Tensor,  # [S, columns]
+    rows: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    num_known: Tensor,
+    part: LogitPart,
+    pdl: bool = True,
+    floors: Tensor | None = None,  # fp32 [S]: tokens of lower logits are left out
+) -> Tensor:
+    """See ``SamplingKernels.best_of_part``."""
+    samples, columns = logits.shape
+    blocks = triton.cdiv(columns, BLOCK)
+    best = torch.empty(samples, 2 * part.ranks * blocks, device=logits.device)
+    tensors = (logits, rows, floats, ints, num_known, floors, best)
+    sizes = (part.columns, part.first, logits.stride(0), floats.stride(0), ints.stride(0))
+    options = {"RANK": part.rank, "RANKS": part.ranks, "BLOCK": BLOCK, "PDL": pdl, "launch_pdl": pdl}
+    _best_of_block[(blocks, samples)](*tensors, *sizes, num_warps=8, **options)
+    return best
+
+
+def pick(best: Tensor, rows: Tensor, last_tokens: Tensor, pdl: bool = True) -> Tensor:
+    """See ``SamplingKernels.pick``."""
+    samples, entries = len(best), best.shape[1] // 2
+    drawn = torch.empty(2, samples, dtype=torch.int32, device=best.device)
+    options = {"ENTRIES": triton.next_power_of_2(entries), "PDL": pdl, "launch_pdl": pdl}
+    _best_of_row[(samples,)](best, rows, drawn, last_tokens, entries, num_warps=1, **options)
     return drawn

@@ -13,7 +13,7 @@ from radixserve.engine.layers.context import ForwardContext
 from radixserve.engine.load_model import load_model
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
-from radixserve.engine.parallel import Collectives, ParallelOps
+from radixserve.engine.parallel import Collectives, ParallelLogits, ParallelOps
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.kernels.interface import AttentionShape, BatchLayout, Ops
 from radixserve.kernels.torch_attention import TorchAttention
@@ -40,7 +40,8 @@ class Paged:
             config, files, whole, torch.float32, CPU, MAX_LEN, None, lambda detail, share: None, shard
         )
         spec = local_spec(whole, shard.size)
-        self.ops: Ops = ParallelOps(TorchOps(), shard, ranks, whole.vocab_size) if ranks else TorchOps()
+        self.ops: Ops = ParallelOps(TorchOps(), shard, ranks) if ranks else TorchOps()
+        self.gather = ParallelLogits(shard, ranks, whole.vocab_size).gather if ranks else lambda logits: logits
         sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, torch.float32)
         shape = AttentionShape(*sizes, spec.attention_scale, spec.attention_softcap, spec.windows)
         self.attention = TorchAttention(shape, CPU)
@@ -67,7 +68,7 @@ class Paged:
         self.attention.plan(layout)
         context = ForwardContext(self.ops, self.attention, torch.from_numpy(positions), slots, self.k, self.v)
         hidden = self.model(torch.tensor([i for _, ids, _ in pieces for i in ids]), context)
-        return list(self.model.logits(hidden, self.ops).split(lens.tolist()))
+        return list(self.gather(self.model.logits(hidden, self.ops)).split(lens.tolist()))
 
 
 def check(ours: Tensor, expected: Tensor) -> None:

@@ -143,7 +143,7 @@ def test_sums_may_be_left_to_the_norms(variant: str, tmp_path: Path) -> None:
         assert isinstance(parallel, ParallelOps)
         seat = parallel.ranks
         assert isinstance(seat, ThreadSeat)
-        model.ops = ParallelOps(SummingOps(seat), parallel.shard, seat, oracle.config.vocab_size, norms_sum=True)
+        model.ops = ParallelOps(SummingOps(seat), parallel.shard, seat, norms_sum=True)
         return steps(model)
 
     oracle = tiny_models.make(variant)

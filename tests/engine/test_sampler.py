@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 
 from radixserve.engine.constraint import mask_words
+from radixserve.engine.parallel import ParallelLogits
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks, uniform
 from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.sharding import Shard
 from radixserve.engine.step import RowSetup
-from radixserve.kernels.interface import SamplingKernels
+from radixserve.kernels.interface import LogitPart, SamplingKernels
 from radixserve.kernels.select import select_sampling
+from radixserve.tests.engine.test_parallel import ThreadRanks, ThreadSeat
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -36,6 +40,23 @@ class TorchSampling:
         forbidden = torch.from_numpy(bits[:, : logits.shape[1]] == 0)
         logits[lines[:, -1]] = logits[lines[:, -1]].masked_fill(forbidden, -torch.inf)
 
+    def best_of_part(
+        self, logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, part: LogitPart
+    ) -> Tensor:
+        logits = logits.masked_fill(torch.arange(logits.shape[1]) >= part.columns, -torch.inf)
+        best, ids = _scores(logits, rows, floats, ints, num_known, part.first).max(1)
+        entries = torch.zeros(len(rows), 2, part.ranks)
+        entries[:, :, part.rank] = torch.stack((best, part.first + ids), 1)
+        return entries.flatten(1)
+
+    def pick(self, best: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
+        scores, ids = best.unflatten(1, (2, -1)).unbind(1)
+        top, where = scores.max(1)
+        failed = top.isnan() | top.isinf()
+        tokens = ids.gather(1, where[:, None])[:, 0].long().masked_fill(failed, 0)
+        last_tokens[rows] = tokens
+        return torch.stack((tokens, failed)).int()
+
     def penalize(self, logits: Tensor, rows: Tensor, floats: Tensor, produced: Tensor, in_prompt: Tensor) -> None:
         repetition, frequency, presence = floats[rows, 3:].chunk(3, dim=-1)
         seen = in_prompt[rows] | (produced[rows] > 0)
@@ -51,21 +72,26 @@ def draw_in_torch(
 ) -> Tensor:
     vocab = logits.shape[1]
     temperature, top_p, min_p = floats[rows, :3].chunk(3, dim=-1)
-    seeds, top_k = ints[rows].chunk(2, dim=-1)
-    numbers = uniform(seeds, num_known[:, None] * vocab + torch.arange(vocab))
-    gumbel = -torch.log(-torch.log(numbers.clamp(min=1e-12)))
-    drawn = temperature > 0
+    top_k, drawn = ints[rows, 1:], temperature > 0
     scaled = logits / temperature.clamp(min=1e-9)
     probs, order = scaled.softmax(-1).sort(descending=True, stable=True)
     top = probs.masked_fill(torch.arange(vocab) >= top_k, 0.0)
     outside = (top.cumsum(-1) - top >= top_p * top.sum(-1, keepdim=True)) | (top < min_p * top[:, :1]) | (top == 0)
     floor = probs.masked_fill(outside, 2.0).amin(-1, keepdim=True).minimum(probs[:, :1])  # equal ones stay together
     kept = torch.zeros_like(probs, dtype=torch.bool).scatter(1, order, probs >= floor)
-    scores = torch.where(drawn, (scaled + gumbel).masked_fill(~kept, -torch.inf), logits)
+    scores = _scores(logits, rows, floats, ints, num_known).masked_fill(drawn & ~kept, -torch.inf)
     failed = logits.isnan().any(1) | (logits.amax(1).isinf())
     tokens = scores.nan_to_num().max(1).indices.masked_fill(failed, 0)
     last_tokens[rows] = tokens
     return torch.stack((tokens, failed)).int()
+
+
+def _scores(logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, first: int = 0) -> Tensor:
+    """The largest is drawn; the column 0 is the token ``first``."""
+    temperature, seeds = floats[rows, :1], ints[rows, :1]
+    numbers = uniform(seeds, num_known[:, None] * 1000 + first + torch.arange(logits.shape[1]))
+    gumbel = -torch.log(-torch.log(numbers.clamp(min=1e-12)))
+    return torch.where(temperature > 0, logits / temperature.clamp(min=1e-9) + gumbel, logits)
 
 
 class Rows:
@@ -80,8 +106,9 @@ class Rows:
         seeds: list[int] | None = None,
         known: tuple[int, ...] = (1, 2),
         vocab: int = VOCAB,
+        parallel: ParallelLogits | None = None,
     ):
-        self.sampler = Sampler(max(64, len(requests)), vocab, self.device, type(self).kernels)
+        self.sampler = Sampler(max(64, len(requests)), vocab, self.device, type(self).kernels, parallel)
         ids = np.array(known, np.int32)
         self.sampler.set_rows(
             [
@@ -349,6 +376,55 @@ def test_rows_are_plain_whose_rules_a_draw_kernel_knows() -> None:
     assert plain(2) == [True] * 6 + [False] * 4
     assert plain(5) == [True] * 6 + [False] * 3 + [True]
     assert not sampler.are_plain(np.arange(7, dtype=np.int32), np.full(7, 2, np.int32))
+
+
+# ---- ranks ----
+
+RULES = [
+    sampled(temperature=0), sampled(), sampled(temperature=0, top_p=0.5), sampled(top_k=3), sampled(top_p=0.4),
+    sampled(min_p=0.3), sampled(presence_penalty=1.0), sampled(logit_bias={11: 9.0}), sampled(logprobs=2),
+    sampled(min_tokens=3),
+]  # fmt: skip
+
+
+class CountedSeat(ThreadSeat):
+    gathered = 0
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.gathered += 1
+        return super().all_gather(tensor)
+
+
+@pytest.mark.parametrize(
+    ("rows", "allowed", "gathers"),
+    [([0, 1, 2], None, 0), ([2, 3, 1], None, 1), ([*range(10)], None, 1), ([1, 0], {1: [0, 11]}, 1)],
+    ids=["plain", "filtered", "all rules", "masked"],
+)
+def test_ranks_with_parts_of_the_logits_choose_what_one_chooses_from_all(
+    rows: list[int], allowed: dict[int, list[int]] | None, gathers: int, implementation: str
+) -> None:
+    """Twelve tokens on five ranks: three, three, three, three and none."""
+    logits = some_logits(len(rows))
+    expected = Rows(*RULES)
+    one = expected.sample(logits, rows=rows, allowed=allowed)
+    ranks = ThreadRanks(5)
+    seats = [CountedSeat(rank, ranks) for rank in range(5)]
+
+    def choose(rank: int) -> tuple[Rows, Sampled]:
+        ours = Rows(*RULES, parallel=ParallelLogits(Shard(rank, 5), seats[rank], VOCAB))
+        part = torch.full((len(rows), 3), 99.0)  # padding, which nobody may choose
+        columns = logits[:, 3 * rank : 3 * rank + 3]
+        part[:, : columns.shape[1]] = columns
+        return ours, ours.sample(part, rows=rows, allowed=allowed)
+
+    with ThreadPoolExecutor(5) as threads:
+        for ours, found in threads.map(choose, range(5)):
+            assert torch.equal(found.drawn, one.drawn)
+            assert torch.equal(ours.sampler.last_tokens, expected.sampler.last_tokens)
+            assert (found.logprobs is None) == (one.logprobs is None)
+            if found.logprobs is not None and one.logprobs is not None:
+                assert torch.equal(found.logprobs.logprobs, one.logprobs.logprobs)
+    assert [seat.gathered for seat in seats] == [1 if implementation == "torch" else gathers] * 5
 
 
 # ---- failures and logprobs ----

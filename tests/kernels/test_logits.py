@@ -7,6 +7,7 @@ On a GPU or, where triton is installed, in its interpreter:
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,9 +19,53 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from radixserve.kernels import triton_sampling  # noqa: E402
+from radixserve.kernels.interface import LogitPart  # noqa: E402
 from radixserve.kernels.triton_logits import TritonSampling  # noqa: E402
 
 KERNELS = TritonSampling(pdl=False)
+
+
+@triton.jit
+def interpreted_log(x):
+    return tl.log(x)
+
+
+@pytest.mark.parametrize(("vocab", "ranks"), [(77, 2), (9001, 2), (9001, 3), (5, 4), (30_000, 2)])
+def test_ranks_draw_from_parts_of_the_logits_what_one_draws_from_all(
+    vocab: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if INTERPRETED:  # which knows no assembly
+        monkeypatch.setattr(triton_sampling, "_fast_log", interpreted_log)
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(9, vocab, generator=generator).mul_(8).round_().div_(2).to(DEVICE)  # with ties
+    logits[0, [vocab // 2, vocab - 1]] = 30.0
+    logits[1:3, vocab - 1] = torch.tensor([torch.nan, torch.inf], device=DEVICE)
+    logits[3:5] = -torch.inf
+    logits[4, vocab - 1] = -3.0
+    temperatures = torch.tensor([0, 0.8, 0, 0.5, 0, 0, 0.3, 1.0, 2.5])
+    floats = torch.stack((temperatures, torch.ones(9), torch.zeros(9)), 1).to(DEVICE)
+    ints = torch.stack((torch.arange(9) * 12_345_678_901, torch.full((9,), vocab)), 1).to(DEVICE)
+    rows, known = torch.arange(9, device=DEVICE).int().flip(0), torch.arange(9, device=DEVICE).int()
+    floats, ints = floats.flip(0), ints.flip(0)
+    last_tokens, ours = (torch.zeros(9, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    drawn = KERNELS.draw(logits, rows, floats, ints, known, last_tokens)
+    assert drawn[0, 0] == vocab // 2 and drawn[0, 4] == vocab - 1
+    assert drawn[1].tolist() == [0, 1, 1, 1, 0, 0, 0, 0, 0]
+
+    width = -(-vocab // ranks)
+    starts = [min(rank * width, vocab) for rank in range(ranks + 1)]
+    bests = []
+    for rank, (start, end) in enumerate(pairwise(starts)):
+        part = torch.full((9, width), 1e9, device=DEVICE)  # padding, which must not win
+        part[:, : end - start] = logits[:, start:end]
+        columns = LogitPart(rank, ranks, start, end - start)
+        bests.append(KERNELS.best_of_part(part, rows, floats, ints, known, columns))
+    assert torch.equal(KERNELS.pick(sum(bests), rows, ours), drawn)
+    assert torch.equal(ours, last_tokens)
 
 
 @pytest.mark.parametrize("vocab", [77, 4096, 9001])

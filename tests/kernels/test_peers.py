@@ -60,11 +60,20 @@ def common(index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return randn(100 + index, SHAPES[index][0], SIZE).to(DEVICE, dtype), randn(200, SIZE).to(DEVICE, dtype)
 
 
+def bests(rank: int, ranks: int) -> Tensor:
+    """As draws from parts of the logits are told: short lines, of which each rank fills in a part."""
+    line = torch.zeros(3, 2, ranks)
+    line[:, 0, rank] = torch.tensor([torch.inf, -torch.inf, 0.1 + rank])
+    line[:, 1, rank] = 2**24 - 1 - rank
+    return line.flatten(1).to(DEVICE)
+
+
 class Rank:
     """One of them, with all that it gives to the sums."""
 
     def __init__(self, rank: int, mailboxes: list[Tensor], dtype: torch.dtype):
         self.sums = PeerSums(rank, [mailbox.data_ptr() for mailbox in mailboxes], SLICE_BYTES, DEVICE)
+        self.bests = bests(rank, len(mailboxes))
         self.given = [(part_of(rank, index, dtype), *common(index, dtype)) for index in range(len(SHAPES))]
 
     def run(self) -> list[Tensor]:
@@ -75,7 +84,7 @@ class Rank:
             found += [self.sums.add_rms_norm(part, stream, Norm(weight, EPS)), stream]
             if part.dim() == 2:
                 found.append(self.sums.all_reduce(part.clone()))
-        return found
+        return [*found, self.sums.all_reduce(self.bests.clone())]
 
 
 def run_process(rank: int, mailboxes: list[Tensor], dtype: torch.dtype, results: Any) -> None:
@@ -141,6 +150,7 @@ def test_all_ranks_get_the_same_bits_of_the_right_sums(ranks: int, dtype: torch.
         expected = [normed, stream] + ([total] if parts == 1 else [])
         for value in expected:
             torch.testing.assert_close(next(results).float(), value, **bound)
+    assert torch.equal(next(results), torch.stack([bests(rank, ranks) for rank in range(ranks)]).sum(0))
 
 
 def test_a_sum_that_does_not_fit_is_not_begun() -> None:
