@@ -184,16 +184,16 @@ def measure(config: ServeConfig, rounds: int) -> None:
             drop(paths)
         share = cached_share(paths)
         with own_memory() as peak:
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             model = load(config)
-            loading = time.perf_counter() - started
+            loading, computing = time.perf_counter() - started, time.process_time() - cpu_started
         num_bytes = model_bytes(model)
         del model
         gc.collect()
         print(
             f"{share} cached: reading {total / reading / 1e9:.2f}, loading {total / loading / 1e9:.2f} "
-            f"({reading / loading:.0%}, {loading:.2f} s); weights {num_bytes / 1e9:.2f} GB; own memory, weights on a "
-            f"CPU included, at most {(peak[0] - before) / 1e9:.2f} GB more",
+            f"({reading / loading:.0%}, {loading:.2f} s, {computing:.2f} s of cores); weights {num_bytes / 1e9:.2f} "
+            f"GB; own memory, weights on a CPU included, at most {(peak[0] - before) / 1e9:.2f} GB more",
             flush=True,
         )
 

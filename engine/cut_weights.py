@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from radixserve.engine.layers.experts import Experts
 from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
 from radixserve.engine.sharding import Shard
+from radixserve.engine.weight_packing import Index
 from radixserve.engine.weights import (
-    Index,
     Place,
     StoredMatrix,
     StoredTensor,

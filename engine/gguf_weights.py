@@ -16,8 +16,8 @@ from torch import Tensor
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import GGUFFile, GGUFTensor
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.engine.weight_packing import store_rows
-from radixserve.engine.weights import Index, StoredTensor
+from radixserve.engine.weight_packing import Index, store_rows
+from radixserve.engine.weights import StoredTensor
 from radixserve.kernels.packing import PANEL, WeightKind, pack_q4, pack_q8
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -90,10 +90,7 @@ def _checkpoint_name(name: str, block_names: Mapping[str, str]) -> str:
 
 
 def _copy(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor, index: Index) -> None:
-    # Vectors are one row; quantization blocks never cross rows, so rows can be moved while still quantized.
-    rows = gguf.raw(tensor.name).reshape(torch.Size(tensor.shape[:-1]).numel(), -1)
-    rows = _half_rotation_order(rows, tensor, spec)
-    rows = rows.reshape(*tensor.shape[:-1], -1)[index[:-1]].reshape(-1, rows.shape[-1])
+    rows = _rows(gguf, tensor, spec, index[:-1])
     columns = index[-1] if index else slice(None)
     step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
     first = 0
@@ -111,10 +108,9 @@ def _packed_kind(tensor: GGUFTensor) -> WeightKind:
 
 
 def _pack(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor) -> None:
-    rows = _half_rotation_order(gguf.raw(tensor.name).reshape(tensor.shape[0], -1), tensor, spec)
     step = max(PANEL, _CHUNK_ELEMENTS // tensor.shape[-1] // PANEL * PANEL)
-    for first in range(0, len(rows), step):
-        part = rows[first : first + step]
+    for first in range(0, len(place), step):
+        part = _rows(gguf, tensor, spec, (slice(first, first + step),))
         whole = np.zeros((-(-len(part) // PANEL) * PANEL, part.shape[1]), np.uint8)
         whole[: len(part)] = part
         store_rows(torch.from_numpy(pack_gguf(whole, tensor.quantization)), place, first)
@@ -158,16 +154,21 @@ def _fp16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
     return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
 
 
-def _half_rotation_order(rows: NDArray[np.uint8], tensor: GGUFTensor, spec: ModelSpec) -> NDArray[np.uint8]:
-    """Row (pair, half) of a head goes back to (half, pair), see ``_NEIGHBOUR_PAIRS``."""
-    if spec.family not in _NEIGHBOUR_PAIRS:
-        return rows
-    if re.search(r"attn_q\.(weight|bias)$", tensor.name):
-        num_heads = spec.num_heads
-    elif re.search(r"attn_k\.(weight|bias)$", tensor.name):
-        num_heads = spec.num_kv_heads
-    else:
-        return rows
-    unit_bytes = rows.size // tensor.shape[0]  # a row of a matrix, an element of a bias
-    units = rows.reshape(num_heads, -1, 2, unit_bytes)
-    return np.ascontiguousarray(units.swapaxes(1, 2)).reshape(rows.shape)
+def _rows(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, index: Index) -> NDArray[np.uint8]:
+    """Of the matrices of ``tensor`` those at ``index``, under each other [rows, bytes a row]; a vector is one row.
+    Quantization blocks never cross rows, so these can be moved while they are still quantized."""
+    raw, order = gguf.raw(tensor.name), _half_rotation_order(tensor, spec)
+    if len(tensor.shape) == 1:
+        return (raw if order is None else raw.reshape(len(order), -1)[order]).reshape(1, -1)
+    rows = raw.reshape(*tensor.shape[:-1], -1)
+    rows = rows[index] if order is None else rows[order[index]]
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _half_rotation_order(tensor: GGUFTensor, spec: ModelSpec) -> NDArray[np.intp] | None:
+    """Row (pair, half) of a head goes back to (half, pair), see ``_NEIGHBOUR_PAIRS``. None: rows stay as they are."""
+    moved = re.search(r"attn_([qk])\.(weight|bias)$", tensor.name) if spec.family in _NEIGHBOUR_PAIRS else None
+    if moved is None:
+        return None
+    num_heads = spec.num_heads if moved[1] == "q" else spec.num_kv_heads
+    return np.arange(tensor.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()

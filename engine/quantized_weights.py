@@ -14,8 +14,8 @@ from torch import Tensor
 
 from radixserve.engine.errors import ModelError
 from radixserve.engine.quantization import StoredQuantization
-from radixserve.engine.weight_packing import store_rows
-from radixserve.engine.weights import Index, StoredMatrix, StoredTensor, expert_names
+from radixserve.engine.weight_packing import Index, store_rows
+from radixserve.engine.weights import StoredMatrix, StoredTensor, expert_names
 from radixserve.kernels.packing import BLOCK, WeightKind, can_pack, pack_q4
 from radixserve.kernels.quantized import FP8, GROUPS, Form, QuantizedMatrix, pack_nibbles, unpack_nibbles
 
@@ -203,6 +203,7 @@ def _stored(path: str, shape: tuple[int, int], tensors: list[StoredTensor], matr
         kind=WeightKind.Q4 if is_native else WeightKind.BF16,
         pack_to=partial(_pack, matrix) if is_native else None,
         matrix=matrix if is_usable else None,
+        reads_parts=False,
     )
 
 

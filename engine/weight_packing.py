@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from radixserve.kernels.quantized import QuantizedMatrix
 _FORCED = {"int4": WeightKind.Q4, "int8": WeightKind.Q8, "bf16": WeightKind.BF16}
 _NAMES = {WeightKind.Q4: "int4", WeightKind.Q8: "int8", WeightKind.BF16: "bfloat16"}
 _FORMS = {8: "fp8", 4: "int4"}  # of quantized matrices by bits
-_CHUNK_ELEMENTS = 1 << 20  # packed at a time, so that no second copy of a large matrix is made
+_CHUNK_ELEMENTS = 1 << 18  # packed at a time: 1 MiB of fp32, so that intermediate results stay in the cache
+
+Index = tuple[slice, ...]
+"""The part of a tensor that is wanted: a slice for each dimension, or () for all of it."""
 
 
 def can_pack_model(model: nn.Module) -> bool:
@@ -85,16 +88,17 @@ def fits_shape(place: Tensor | QuantizedMatrix, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and shape[0] == len(place) and place.shape[1] in [row_bytes(k, shape[1]) for k in WeightKind]
 
 
-def store_packed(values: Tensor, place: Tensor) -> None:
-    """Round fp32 ``values`` [rows, cols] to what ``place`` [rows, bytes a row] is packed as."""
-    rows, cols = values.shape
+def store_packed(read: Callable[[Tensor, Index], object], place: Tensor, cols: int) -> None:
+    """Round a matrix of ``cols`` columns to what ``place`` [rows, bytes a row] is packed as. ``read`` puts a part of it
+    into a tensor."""
     kind = kind_of(place, cols)
     step = max(PANEL, _CHUNK_ELEMENTS // cols // PANEL * PANEL)
-    for first in range(0, rows, step):
-        part = values[first : first + step]
-        whole = part.new_zeros(-(-len(part) // PANEL) * PANEL, cols)
-        whole[: len(part)] = part
-        store_rows(torch.from_numpy(pack(kind, whole.numpy())), place, first)
+    for first in range(0, len(place), step):
+        count = min(step, len(place) - first)
+        rows = -(-count // PANEL) * PANEL
+        whole = torch.zeros(rows, cols, dtype=torch.bfloat16 if kind is WeightKind.BF16 else torch.float32)
+        read(whole[:count], (slice(first, first + count), slice(None)))
+        store_rows(pack(kind, whole), place, first)
 
 
 def store_rows(packed: Tensor, place: Tensor, first: int) -> None:

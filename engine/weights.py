@@ -19,15 +19,13 @@ from radixserve.engine.layers.experts import Experts, QuantizedExperts
 from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
-from radixserve.engine.weight_packing import columns, fits_shape, is_packed, store_packed
+from radixserve.engine.weight_packing import Index, columns, fits_shape, is_packed, store_packed
 from radixserve.kernels.packing import WeightKind, kind_of
 from radixserve.kernels.quantized import Form, QuantizedMatrix, quantize
 
 Place = Tensor | QuantizedMatrix
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share of it that is done, 0..1)."""
-Index = tuple[slice, ...]
-"""The part of a tensor that is wanted: a slice for each dimension, or () for all of it."""
 
 _RANDOM_STD = 0.02
 _LISTED_NAMES = 8
@@ -54,9 +52,10 @@ class StoredMatrix:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. ``copy_to`` reads a part of it into a tensor of that shape, of any dtype and device;
-    ``pack_to``, if there is one, all of it into a place packed as ``kind``, where it loses nothing. ``read``: the
-    tensor itself, mapped to the file, if it can be; ``matrix``: as what it is quantized, if it is."""
+    """A tensor in a file. ``copy_to`` reads a part of it into a tensor of that shape, of any dtype and device
+    (``reads_parts``: which takes less than all of it); ``pack_to``, if there is one, all of it into a place packed as
+    ``kind``, where it loses nothing. ``read``: the tensor itself, mapped to the file, if it can be; ``matrix``: as what
+    it is quantized, if it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,6 +65,7 @@ class StoredTensor:
     pack_to: Callable[[Tensor], None] | None = None
     read: Callable[[], Tensor] | None = None
     matrix: StoredMatrix | None = None
+    reads_parts: bool = True
 
     def load_to(self, place: Place) -> None:
         """Read it into ``place``, packed, quantized or neither."""
@@ -76,9 +76,12 @@ class StoredTensor:
         elif self.pack_to is not None and kind_of(place, self.shape[1]) == self.kind:
             self.pack_to(place)
         else:
-            values = torch.empty(self.shape, dtype=torch.float32)
-            self.copy_to(values, ())
-            store_packed(values, place)
+            store_packed(self.copy_to if self.reads_parts else self._parts_of_all(), place, self.shape[1])
+
+    def _parts_of_all(self) -> Callable[[Tensor, Index], object]:
+        values = torch.empty(self.shape)
+        self.copy_to(values, ())
+        return lambda part, index: part.copy_(values[index])
 
     def _load_quantized(self, place: QuantizedMatrix) -> None:
         device = place.values.device
@@ -179,7 +182,7 @@ def _fill_randomly(module: nn.Module, storage: Place, generator: torch.Generator
             part = draw(min(step, rows - first), cols)
             storage.rows(first, len(part)).copy_(quantize(part, storage.form))
     elif is_packed(storage):
-        store_packed(draw(len(storage), columns(module)), storage)
+        store_packed(lambda part, index: draw_random(part, module, generator), storage, columns(module))
     else:
         draw_random(storage, module, generator)
 

@@ -64,17 +64,17 @@ def weight_room(num_bytes: int, device: torch.device) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]  # keeps the memory alive
 
 
-def pack(kind: WeightKind, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Round ``values`` [rows, cols], both multiples of their units, to ``kind`` -> [rows, bytes a row]."""
+def pack(kind: WeightKind, values: Tensor) -> Tensor:
+    """Round ``values`` [rows, cols], both multiples of their units, to ``kind`` -> uint8 [rows, bytes a row]."""
+    blocks = values.float().view(len(values), -1, BLOCK) if kind is not WeightKind.BF16 else values
     match kind:
         case WeightKind.Q4:
-            return pack_q4(*_round_q4(_blocks(values)))
+            packed = pack_q4(*_round_q4(blocks))
         case WeightKind.Q8:
-            return pack_q8(*_round_q8(_blocks(values)))
+            packed = pack_q8(*_round_q8(blocks))
         case WeightKind.BF16:
-            rounded = torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy()
-            pairs = rounded.reshape(-1, PANEL, values.shape[1] // BLOCK, BLOCK // 2, 2)
-            return np.ascontiguousarray(pairs.transpose(0, 2, 3, 1, 4)).view(np.uint8).reshape(len(values), -1)
+            packed = _across_rows(values.bfloat16().view(torch.uint8).numpy()).reshape(len(values), -1)
+    return torch.from_numpy(packed)
 
 
 def pack_q4(q: NDArray[np.uint8], d: NDArray[np.float16], m: NDArray[np.float16]) -> NDArray[np.uint8]:
@@ -92,8 +92,13 @@ def pack_q8(q: NDArray[np.int8], d: NDArray[np.float16]) -> NDArray[np.uint8]:
 def _by_columns(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[rows, blocks, n] -> [panels, blocks, 16 n]: groups of four columns, each of all rows."""
     rows, blocks, width = values.shape
-    groups = values.reshape(rows // PANEL, PANEL, blocks, width // 4, 4).transpose(0, 2, 3, 1, 4)
-    return groups.reshape(rows // PANEL, blocks, PANEL * width)
+    return _across_rows(values).reshape(rows // PANEL, blocks, PANEL * width)
+
+
+def _across_rows(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[rows, ...] -> [panels, fours, rows of a panel, 4]: each four bytes of a row beside those of the other rows."""
+    fours = np.ascontiguousarray(values).view(np.uint32).reshape(len(values) // PANEL, PANEL, -1)
+    return np.ascontiguousarray(fours.swapaxes(1, 2)).view(np.uint8)
 
 
 def _panels(values: NDArray[np.uint8], *scales: NDArray[np.float16]) -> NDArray[np.uint8]:
@@ -103,22 +108,18 @@ def _panels(values: NDArray[np.uint8], *scales: NDArray[np.float16]) -> NDArray[
     return np.concatenate(parts, axis=-1).reshape(panels * PANEL, -1)
 
 
-def _blocks(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    return values.reshape(len(values), -1, BLOCK)
+def _round_q4(blocks: Tensor) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
+    lowest, highest = blocks.amin(-1), blocks.amax(-1)
+    d, m = ((highest - lowest) / 15).half(), lowest.half()
+    q = (blocks - m.float()[..., None]).mul_(_inverse(d)[..., None]).round_().clamp_(0, 15)
+    return q.to(torch.uint8).numpy(), d.numpy(), m.numpy()
 
 
-def _round_q4(blocks: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
-    lowest, highest = blocks.min(-1), blocks.max(-1)
-    d, m = ((highest - lowest) / 15).astype(np.float16), lowest.astype(np.float16)
-    q = np.rint((blocks - m.astype(np.float32)[..., None]) * _inverse(d)[..., None]).clip(0, 15).astype(np.uint8)
-    return q, d, m
+def _round_q8(blocks: Tensor) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    d = (blocks.abs().amax(-1) / 127).half()
+    q = (blocks * _inverse(d)[..., None]).round_().clamp_(-127, 127)
+    return q.to(torch.int8).numpy(), d.numpy()
 
 
-def _round_q8(blocks: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    d = (np.abs(blocks).max(-1) / 127).astype(np.float16)
-    return np.rint(blocks * _inverse(d)[..., None]).clip(-127, 127).astype(np.int8), d
-
-
-def _inverse(d: NDArray[np.float16]) -> NDArray[np.float32]:
-    wide = d.astype(np.float32)
-    return np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)
+def _inverse(d: Tensor) -> Tensor:
+    return torch.where(d != 0, 1 / d.float(), 0.0)

@@ -1,5 +1,9 @@
 """Weights find their place, and files that do not fit the model are refused with names."""
 
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 
 from radixserve.engine.decoder import create_model
 from radixserve.engine.errors import ModelError
@@ -17,6 +22,7 @@ from radixserve.engine.gguf_weights import gguf_tensors
 from radixserve.engine.model_config import load_spec, spec_from_gguf
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.model_spec import ModelSpec
+from radixserve.engine.weight_packing import model_bytes, pack_model
 from radixserve.engine.weights import fill_random, load_weights, safetensors_tensors, weight_places
 from radixserve.tests.engine import tiny_models
 from radixserve.tests.engine.tiny_ggufs import write_gguf
@@ -43,8 +49,6 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Te
 
 
 def change_weights(folder: Path, change: Any) -> None:
-    from safetensors.torch import load_file, save_file
-
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -120,6 +124,45 @@ def test_progress_rises_to_one(tmp_path: Path) -> None:
     model = create_model(spec, torch.float32, CPU, 16)
     load_weights(model, safetensors_tensors(files.weights, spec), lambda detail, share: shares.append(share))
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0) and len(shares) > 10
+
+
+@contextmanager
+def peak_of_own_bytes() -> Iterator[list[int]]:
+    """Scope during which the most that the process has in memory, mapped files not counted, comes into the list."""
+    peak, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            peak[0] = max(peak[0], own_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+
+
+def own_bytes() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@pytest.mark.parametrize("packing", [None, "bf16", "int8"])
+def test_there_is_no_second_copy_of_weights_in_memory(packing: str | None, tmp_path: Path) -> None:
+    spec = replace(SPEC, vocab_size=100_000, hidden_size=512, tie_embeddings=True)
+    stored = {"model.embed_tokens.weight": torch.zeros(100_000, 512), "model.norm.weight": torch.zeros(512)}
+    save_file({name: values.bfloat16() for name, values in stored.items()}, tmp_path / "model.safetensors")
+    del stored
+    model = create_model(spec, torch.bfloat16, CPU, 16)
+    if packing is not None:
+        pack_model(model, packing, {})
+    before = own_bytes()
+    with peak_of_own_bytes() as peak:
+        load_weights(model, safetensors_tensors([tmp_path / "model.safetensors"], spec), ignore)
+    assert peak[0] - before < model_bytes(model) + 30e6, "the file has 102 MB"
 
 
 # ---- GGUF ----

@@ -48,7 +48,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def packed(kind: WeightKind, values: Tensor) -> Tensor:
-    return torch.from_numpy(pack(kind, values.numpy()))
+    return pack(kind, values)
 
 
 def unpacked(ops: NativeOps, weight: Tensor, cols: int) -> Tensor:
