@@ -21,26 +21,11 @@ from radixserve.server.frontend import Frontend
 from radixserve.server.metrics import RequestObserver, WorkerNumbers
 from radixserve.server.middleware import Gate, RequestIds
 from radixserve.server.openapi import describe
-from radixserve.server.protocol.chat import ChatRequest
-from radixserve.server.protocol.completions import CompletionRequest
-from radixserve.server.protocol.messages import CountTokensRequest, MessagesRequest
-from radixserve.server.protocol.responses import ResponsesRequest
 from radixserve.server.request_log import RequestLine
 from radixserve.server.routes import generate, metrics, operation, page, text
 from radixserve.server.routes.common import IGNORED_HEADER
 from radixserve.server.tracing import RequestSpan, TraceParents, tracer_from
 
-_BODIES = (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    text.TokenizeRequest,
-    text.DetokenizeRequest,
-    text.RenderRequest,
-    operation.AbortBody,
-)
 _PARTS = (generate, text, operation, metrics)
 
 
@@ -75,7 +60,7 @@ def build_app(config: ServeConfig, engine_address: str) -> FastAPI:
     if tracer is not None:
         app.add_middleware(TraceParents)
     # FastAPI's documented way to describe an application otherwise.
-    app.openapi = cache(lambda: describe(app, _BODIES, generate.STREAMING_PATHS))  # type: ignore[method-assign]
+    app.openapi = cache(lambda: describe(app, generate.STREAMING_PATHS))  # type: ignore[method-assign]
     return app
 
 

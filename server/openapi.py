@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with the bodies that routes parse themselves and the one shape of all errors."""
+"""The OpenAPI document: FastAPI's, with our schemas of bodies and the one shape of all errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from radixserve.server.errors import is_messages_path
-from radixserve.server.protocol.fields import RequestModel
 from radixserve.server.protocol.schemas import NON_EMPTY, NULL, STRING, record, tagged
+from radixserve.server.routes.common import DirectRoute
 
 _NULLABLE_TEXT = {"type": ["string", "null"]}
 _ERROR = record(
@@ -28,12 +28,12 @@ _EVENT_STREAM = {
 }
 
 
-def describe(app: FastAPI, bodies: Iterable[type[RequestModel]], streaming_paths: Iterable[str]) -> dict[str, Any]:
+def describe(app: FastAPI, streaming_paths: Iterable[str]) -> dict[str, Any]:
     """``streaming_paths``: routes whose answer may be an event stream."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     # FastAPI's own form of validation errors never leaves this server.
     schemas = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
-    for body in bodies:
+    for body in [route.body_model for route in app.routes if isinstance(route, DirectRoute) and route.body_model]:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {}) | {body.__name__: _with_nulls(schema)}
     document["components"] = {"schemas": schemas}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,8 +26,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, answer: Answer, interval: int, headers: Mapping[str, str]):
-        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, generation: Generation, answer: Answer, interval: int):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
         self._answer = answer

@@ -76,7 +76,7 @@ def output_formats(text: TextModel, config: ServeConfig) -> OutputFormats:
 
 
 def _calls_in(template: str) -> ToolCallParser:
-    """By what a template tells the model to write. One that says nothing gets the system text of ``tool_prompt``."""
+    """By what a template tells the model to write. Others get the system text of ``server/prompts.py``."""
     marks: tuple[tuple[str, ToolCallParser], ...] = (
         ("<function=", "qwen3_coder"),
         ("<tool_call>", "hermes"),

@@ -13,6 +13,7 @@ from radixserve.engine.text.conversation import wrong
 from radixserve.server.output.formats import JSON_CALLS, CallFormat, OutputFormats, ReasoningFormat
 from radixserve.server.output.parser import OutputParser
 from radixserve.server.protocol.chat import ChatRequest
+from radixserve.server.protocol.completions import CompletionRequest
 from radixserve.server.protocol.structured import Wanted, grammar_text, wanted_format
 from radixserve.server.protocol.tools import Function
 
@@ -51,6 +52,12 @@ class OutputPlan:
         return OutputParser(
             self.reasoning, self.calls, self.tools or {}, thinking=self.thinking, single_call=self.single_call
         )
+
+
+def completion_plan(request: CompletionRequest) -> OutputPlan:
+    """Raises ``InvalidRequest``."""
+    wanted = wanted_format(request)
+    return OutputPlan(grammar_text(wanted.format, wanted.field), wanted.field) if wanted else OutputPlan()
 
 
 def chat_plan(

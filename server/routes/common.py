@@ -1,9 +1,9 @@
-"""What the routes share: the frontend, the parsed body, headers, and the schemas of bodies for OpenAPI."""
+"""What the routes share: how a request becomes a body and a response, and what endpoints find on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from fastapi.routing import APIRoute
@@ -12,34 +12,48 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixserve.server.frontend import Frontend, Result
-from radixserve.server.protocol.fields import Model, RequestModel, parse_body
+from radixserve.server.protocol.fields import RequestModel, parse_body
 
 IGNORED_HEADER = "x-radixserve-ignored-fields"
 
 
 class DirectRoute(APIRoute):
-    """For endpoints that take the request and return the response: FastAPI describes them, but has no part in the call,
-    where it would look for dependencies and bodies and keep stacks of what to close: a fifth of a short request."""
+    """For endpoints that take the request, and perhaps a ``body``, and return the response.
+
+    FastAPI describes them, but has no part in the call, where it would look for dependencies and keep stacks of what to
+    close: a fifth of a short request. The body is parsed in our way, in a thread if it is big, the model that it names
+    must be served, and the answer tells of fields that nobody knows.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.body_model: type[RequestModel] | None = get_type_hints(endpoint).get("body")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
-        response = await self.endpoint(Request(scope, receive, send))
+        request = Request(scope, receive, send)
+        if self.body_model is None:
+            response: Response = await self.endpoint(request, **request.path_params)
+        else:
+            response = await self._respond(request, self.body_model)
         await response(scope, receive, send)
+
+    async def _respond(self, request: Request, body_model: type[RequestModel]) -> Response:
+        data = await request.body()
+        body, unknown = await offload(request, lambda: parse_body(body_model, data))
+        frontend_of(request).check_model(getattr(body, "model", None))
+        response: Response = await self.endpoint(request, body)
+        if unknown:
+            response.headers[IGNORED_HEADER] = ",".join(unknown)
+        return response
 
 
 def frontend_of(request: Request) -> Frontend:
     frontend = request.app.state.frontend
     assert isinstance(frontend, Frontend)
     return frontend
-
-
-async def parsed(request: Request, model: type[Model]) -> tuple[Model, dict[str, str]]:
-    """The body, and headers for the answer; big ones are parsed in a thread. Raises ``InvalidRequest``."""
-    data = await request.body()
-    body, unknown = await offload(request, lambda: parse_body(model, data))
-    return body, ({IGNORED_HEADER: ",".join(unknown)} if unknown else {})
 
 
 async def offload(request: Request, work: Callable[[], Result]) -> Result:
@@ -49,9 +63,3 @@ async def offload(request: Request, work: Callable[[], Result]) -> Result:
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")
-
-
-def takes(model: type[RequestModel]) -> dict[str, Any]:
-    """``openapi_extra`` of a route that parses its body itself. Referenced schemas go to ``components`` later."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from radixserve.engine.messages import EngineStats, EngineStatus
 from radixserve.server.metrics import COUNTERS, HISTOGRAMS, Histogram, Numbers
-from radixserve.server.routes.common import frontend_of
+from radixserve.server.routes.common import DirectRoute, frontend_of
 
-router = APIRouter(tags=["operation"])
+router = APIRouter(tags=["operation"], route_class=DirectRoute)
 
 PREFIX = "radixserve:"
 

@@ -19,9 +19,9 @@ from radixserve.server.protocol.completions import CompletionAnswer
 from radixserve.server.protocol.fields import RequestModel
 from radixserve.server.protocol.messages import MessagesAnswer
 from radixserve.server.protocol.responses import ResponsesAnswer
-from radixserve.server.routes.common import frontend_of, json_response, parsed, takes
+from radixserve.server.routes.common import DirectRoute, frontend_of, json_response
 
-router = APIRouter(tags=["operation"])
+router = APIRouter(tags=["operation"], route_class=DirectRoute)
 
 _ANSWERS = (ChatAnswer, CompletionAnswer, ResponsesAnswer, MessagesAnswer)
 _ID_PREFIX = re.compile(f"^({'|'.join(answer.id_prefix for answer in _ANSWERS)})(?=.)")
@@ -73,7 +73,7 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
 
 
 @router.get("/version")
-async def version() -> Response:
+async def version(_: Request) -> Response:
     return json_response({"version": package_version("radixserve")})
 
 
@@ -95,10 +95,9 @@ async def server_info(request: Request) -> Response:
     return json_response(content)
 
 
-@router.post("/abort_request", openapi_extra=takes(AbortBody))
-async def abort_request(request: Request) -> Response:
+@router.post("/abort_request")
+async def abort_request(request: Request, body: AbortBody) -> Response:
     """End a request by the id in its answer, or by its x-request-id; its client gets an error."""
-    body, _ = await parsed(request, AbortBody)
     given = body.request_id or body.rid
     if not given and not body.abort_all:
         raise InvalidRequest("request_id (or abort_all: true) is required", param="request_id")

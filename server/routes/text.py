@@ -14,9 +14,9 @@ from radixserve.server.frontend import Frontend
 from radixserve.server.prompts import chat_ids, chat_text
 from radixserve.server.protocol.chat import ChatPromptRequest, Messages
 from radixserve.server.protocol.fields import Int64, RequestModel
-from radixserve.server.routes.common import frontend_of, json_response, offload, parsed, takes
+from radixserve.server.routes.common import DirectRoute, frontend_of, json_response, offload
 
-router = APIRouter(tags=["text"])
+router = APIRouter(tags=["text"], route_class=DirectRoute)
 
 
 class TokenizeRequest(RequestModel):
@@ -52,12 +52,10 @@ class RenderRequest(ChatPromptRequest):
     model: str | None = None
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
-async def tokenize(request: Request) -> Response:
+@router.post("/tokenize")
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     frontend = frontend_of(request)
-    body, headers = await parsed(request, TokenizeRequest)
     text = frontend.text
-    frontend.check_model(body.model)
 
     def encode() -> list[int]:
         if body.prompt is None:
@@ -67,22 +65,19 @@ async def tokenize(request: Request) -> Response:
     ids = await offload(request, encode)
     strings = [text.tokenizer.token(token) for token in ids] if body.return_token_strs else None
     counts = {"count": len(ids), "max_model_len": _context_length(frontend)}
-    return json_response({**counts, "tokens": ids, "token_strs": strings}, headers=headers)
+    return json_response({**counts, "tokens": ids, "token_strs": strings})
 
 
 @router.post("/v1/embeddings")
-async def embeddings() -> Response:
+async def embeddings(_: Request) -> Response:
     raise InvalidRequest(
         "this server's models generate text and give no embeddings: ask a server of an embedding model"
     )
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
-async def detokenize(request: Request) -> Response:
-    frontend = frontend_of(request)
-    body, headers = await parsed(request, DetokenizeRequest)
-    tokenizer = frontend.text.tokenizer
-    frontend.check_model(body.model)
+@router.post("/detokenize")
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    tokenizer = frontend_of(request).text.tokenizer
 
     def decode() -> str:
         for token in body.tokens:
@@ -90,20 +85,15 @@ async def detokenize(request: Request) -> Response:
                 raise wrong("tokens", f"{token} is not a token id")
         return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
-    prompt = await offload(request, decode)
-    return json_response({"prompt": prompt}, headers=headers)
+    return json_response({"prompt": await offload(request, decode)})
 
 
-@router.post("/v1/chat/completions/render", openapi_extra=takes(RenderRequest))
-async def render(request: Request) -> Response:
+@router.post("/v1/chat/completions/render")
+async def render(request: Request, body: RenderRequest) -> Response:
     """The prompt that a chat request would have, as text and as token ids."""
-    frontend = frontend_of(request)
-    body, headers = await parsed(request, RenderRequest)
-    text = frontend.text
-    frontend.check_model(body.model)
+    text = frontend_of(request).text
     rendered, ids = await offload(request, lambda: (chat_text(text, body), chat_ids(text, body)))
-    content = {"prompt": rendered, "prompt_token_ids": ids, "count": len(ids)}
-    return json_response(content, headers=headers)
+    return json_response({"prompt": rendered, "prompt_token_ids": ids, "count": len(ids)})
 
 
 def _context_length(frontend: Frontend) -> int:

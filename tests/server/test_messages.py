@@ -248,7 +248,7 @@ def test_a_client_that_leaves_ends_its_message(thinker: Service) -> None:
 
 def test_quiet_streams_get_pings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixserve.server.sse.QUIET_S", 0.05)
-    monkeypatch.setattr("radixserve.server.routes.answering.FIRST_WORD_S", 0.05)
+    monkeypatch.setattr("radixserve.server.routes.generate.FIRST_WORD_S", 0.05)
     with running_service(folder) as service:
         body = ask("{silent}", stream=True)
         with httpx.stream("POST", f"{service.url}{MESSAGES}", json=body, timeout=10) as stream:
