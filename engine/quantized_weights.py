@@ -39,11 +39,8 @@ def quantized_tensors(stored: Iterable[StoredTensor], quantization: StoredQuanti
         match quantization.layout:
             case "fp8" if "weight" in parts and parts.keys() & {"weight_scale", "weight_scale_inv"}:
                 yield _fp8(path, parts, quantization.block or (128, 128))
-            case "awq" | "gptq" if "qweight" in parts:
-                yield _int4(path, parts, quantization, ("qweight", "scales", "qzeros", "g_idx"))
-            case "packed" if "weight_packed" in parts:
-                names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
-                yield _int4(path, parts, quantization, names)
+            case layout if layout in _LAYOUTS and _LAYOUTS[layout].names[0] in parts:
+                yield _int4(path, parts, quantization)
         yield from parts.values()
 
 
@@ -58,7 +55,8 @@ def unstacked(stored: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
         rows, cols = tensor.shape[0] * tensor.shape[1] // len(names), tensor.shape[2]
         for index, name in enumerate(names):
             read = partial(_read_rows, tensor, index * rows, rows)
-            yield StoredTensor(name, (rows, cols), tensor.num_bytes // len(names), partial(_copy_rows, read), read=read)
+            copy_to = partial(_copy, read)
+            yield StoredTensor(name, (rows, cols), tensor.num_bytes // len(names), copy_to, read=read)
 
 
 def _read_rows(stack: StoredTensor, first: int, count: int) -> Tensor:
@@ -66,7 +64,7 @@ def _read_rows(stack: StoredTensor, first: int, count: int) -> Tensor:
     return stack.read().flatten(0, 1).narrow(0, first, count)
 
 
-def _copy_rows(read: Callable[[], Tensor], place: Tensor, index: Index) -> None:
+def _copy(read: Callable[[], Tensor], place: Tensor, index: Index) -> None:
     place.copy_(read()[index])
 
 
@@ -96,85 +94,69 @@ def _fp8(path: str, parts: _Parts, block: tuple[int, int]) -> StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Int4:
-    """A matrix of 4 bits in its file. ``rows``, ``cols`` and ``groups`` of the matrix, however it lies."""
+class _Layout:
+    """How 4 bits lie: the ``names`` of weights, scales, zero points and columns' groups; ``weights`` and ``zeros`` make
+    uint8 [rows, cols] and [rows, groups] of int32; ``cols`` of the shape of the weights' int32."""
 
-    quantization: StoredQuantization
-    weight: StoredTensor
-    scale: StoredTensor
-    zero: StoredTensor | None  # None: all are 8
-    order: Tensor | None
-    rows: int
-    cols: int
-    groups: int
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale in memory: a divisor of those in the file."""
-        return math.gcd(self.cols // self.groups, GROUPS[-1])
-
-    @property
-    def form(self) -> Form:
-        return Form(4, self.group, reordered=self.order is not None)
-
-    def read(self, device: torch.device) -> QuantizedMatrix:
-        nibbles, zeros = self._nibbles(_read(self.weight, device)), self._zeros(device)
-        scales = _read(self.scale, device).float()
-        scales = scales if self.quantization.layout == "packed" else scales.t()
-        order = None if self.order is None else self.order.to(device)
-        if order is not None:
-            nibbles = nibbles.index_select(1, order)
-        repeats = self.cols // self.groups // self.group
-        scales, zeros = (each.repeat_interleave(repeats, 1).contiguous() for each in (scales, zeros))
-        return QuantizedMatrix(self.form, pack_nibbles(nibbles), scales, zeros, order)
-
-    def _nibbles(self, packed: Tensor) -> Tensor:
-        """uint8 [rows, cols]."""
-        match self.quantization.layout:
-            case "awq":
-                return _eighths(packed)[..., _AWQ_ORDER].flatten(1).t()
-            case "gptq":
-                return _eighths(packed).permute(1, 0, 2).flatten(1)
-            case _:
-                return _eighths(packed).flatten(1)
-
-    def _zeros(self, device: torch.device) -> Tensor:
-        """int8 [rows, groups]."""
-        if self.zero is None:
-            return torch.full((self.rows, self.groups), 8, dtype=torch.int8, device=device)
-        zeros = _eighths(_read(self.zero, device))
-        match self.quantization.layout:
-            case "awq":
-                zeros = zeros[..., _AWQ_ORDER].flatten(1).t()
-            case "gptq":
-                zeros = zeros.flatten(1).t()
-            case _:
-                zeros = zeros.transpose(1, 2).flatten(0, 1)
-        return zeros.to(torch.int8) + self.quantization.zero_offset
+    names: tuple[str, str, str, str]
+    weights: Callable[[Tensor], Tensor]
+    zeros: Callable[[Tensor], Tensor]
+    cols: Callable[[int, int], int]
 
 
-def _int4(path: str, parts: _Parts, quantization: StoredQuantization, names: tuple[str, ...]) -> StoredTensor:
-    """Takes the tensors of the matrix out of ``parts``. ``names``: of weights, scales, zero points, column's groups."""
-    weight, scale, zero, indices = (parts.pop(name, None) for name in names)
-    if weight is None or scale is None or (zero is None and quantization.layout != "packed"):
-        raise ModelError(f"{path}: {names[1]} or {names[2]} is missing beside {names[0]}; download it again")
-    (a, b), is_packed = _matrix_shape(weight), quantization.layout == "packed"
+def _eighths(packed: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
+    """int32 [R, C] -> uint8 [R, 8 C], the lowest four bits first, if not in another ``order``."""
+    pairs = packed.contiguous().view(torch.uint8).view(*packed.shape, 4)
+    nibbles = torch.stack((pairs & 15, pairs >> 4), -1).flatten(2)
+    return (nibbles if order is None else nibbles[..., order]).flatten(1)
+
+
+_NAMES = ("qweight", "scales", "qzeros", "g_idx")
+_LAYOUTS = {
+    "awq": _Layout(
+        _NAMES, lambda w: _eighths(w, _AWQ_ORDER).t(), lambda z: _eighths(z, _AWQ_ORDER).t(), lambda a, b: a
+    ),
+    "gptq": _Layout(_NAMES, lambda w: _eighths(w.t()), lambda z: _eighths(z).t(), lambda a, b: 8 * a),
+    "packed": _Layout(
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        _eighths,
+        lambda z: _eighths(z.t()).t(),
+        lambda a, b: 8 * b,
+    ),
+}
+
+
+def _int4(path: str, parts: _Parts, quantization: StoredQuantization) -> StoredTensor:
+    """Takes the tensors of the matrix out of ``parts``. Without zero points all are 8."""
+    layout, is_packed = _LAYOUTS[quantization.layout], quantization.layout == "packed"
+    weight, scale, zero, indices = (parts.pop(name, None) for name in layout.names)
+    if weight is None or scale is None or (zero is None and not is_packed):
+        first, second, third, _ = layout.names
+        raise ModelError(f"{path}: {second} or {third} is missing beside {first}; download it again")
     rows, groups = _matrix_shape(scale) if is_packed else _matrix_shape(scale)[::-1]
-    cols = 8 * b if is_packed else a if quantization.layout == "awq" else 8 * a
+    cols = layout.cols(*_matrix_shape(weight))
     if cols % groups or (cols // groups) % GROUPS[0]:
         raise ModelError(
             f"{weight.name}: {groups} groups of {cols} columns are not of a multiple of {GROUPS[0]} columns each"
         )
     order = None if indices is None else _order(indices, cols // groups)
-    matrix = _Int4(quantization, weight, scale, zero, order, rows, cols, groups)
+    group = math.gcd(cols // groups, GROUPS[-1])  # a divisor of that in the file
+    form = Form(4, group, reordered=order is not None)
+
+    def read(device: torch.device) -> QuantizedMatrix:
+        nibbles, scales = layout.weights(_read(weight, device)), _read(scale, device).float()
+        scales = scales if is_packed else scales.t()
+        zeros = torch.full_like(scales, 8) if zero is None else layout.zeros(_read(zero, device))
+        zeros = zeros.to(torch.int8) + quantization.zero_offset
+        own_order = None if order is None else order.to(device)
+        if own_order is not None:
+            nibbles = nibbles.index_select(1, own_order)
+        repeats = cols // groups // group
+        scales, zeros = (each.repeat_interleave(repeats, 1).contiguous() for each in (scales, zeros))
+        return QuantizedMatrix(form, pack_nibbles(nibbles), scales, zeros, own_order)
+
     used = [tensor for tensor in (weight, scale, zero, indices) if tensor is not None]
-    return _stored(path, (rows, cols), used, StoredMatrix(matrix.form, order, matrix.read))
-
-
-def _eighths(packed: Tensor) -> Tensor:
-    """int32 [R, C] -> uint8 [R, C, 8], the lowest four bits first."""
-    pairs = packed.contiguous().view(torch.uint8).view(*packed.shape, 4)
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(2)
+    return _stored(path, (rows, cols), used, StoredMatrix(form, order, read))
 
 
 def _order(indices: StoredTensor, group: int) -> Tensor | None:
@@ -218,9 +200,8 @@ def _pack(matrix: StoredMatrix, place: Tensor) -> None:
         part = whole.rows(first, min(_PACK_ROWS, len(place) - first))
         assert part.zeros is not None
         blocks = unpack_nibbles(part.values).view(len(part.scales), -1, BLOCK)
-        scales, minima = part.scales, -part.zeros * part.scales
-        repeats = blocks.shape[1] // scales.shape[1]
-        d, m = (each.half().numpy().repeat(repeats, 1) for each in (scales, minima))
+        repeats = blocks.shape[1] // part.scales.shape[1]
+        d, m = (each.half().numpy().repeat(repeats, 1) for each in (part.scales, -part.zeros * part.scales))
         store_rows(torch.from_numpy(np.ascontiguousarray(pack_q4(blocks.numpy(), d, m))), place, first)
 
 
