@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from radixserve.engine.layers.experts import Experts
+from radixserve.engine.layers.experts import Experts, QuantizedExperts
 from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
 from radixserve.engine.sharding import Shard
 from radixserve.engine.weight_packing import Index
@@ -18,6 +19,7 @@ from radixserve.engine.weights import (
     StoredMatrix,
     StoredTensor,
     draw_random,
+    expert_names,
     match_tensors,
     storages,
     weight_places,
@@ -32,7 +34,8 @@ class WeightCutter:
         self._whole = whole
         self._local = local
         self._shard = shard
-        self._whole_sections, self._local_sections = _sections(whole), _sections(local)
+        narrow = {path for path, module in local.named_modules() if isinstance(module, QuantizedExperts)}
+        self._whole_sections, self._local_sections = _sections(whole, narrow), _sections(local, narrow)
 
     def tensors(self, stored: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
         """Those of a checkpoint, of which each reads only the rank's part. Raises ``ModelError`` as ``load_weights``
@@ -56,7 +59,8 @@ class WeightCutter:
                 shape = self._whole.get_parameter(f"{path}.{kind}").shape
                 dtype = place.dtype if isinstance(place, Tensor) else torch.float32
                 values = draw_random(torch.empty(shape, dtype=dtype, device=device), module, generator)
-                for piece in self._pieces(f"{path}.{kind}", tuple(shape), place):
+                values = values.flatten(0, -2) if isinstance(place, QuantizedMatrix) else values
+                for piece in self._pieces(f"{path}.{kind}", tuple(values.shape), place):
                     if isinstance(piece.part, QuantizedMatrix):
                         piece.part.copy_(quantize(values[piece.index], piece.part.form))
                     else:
@@ -128,13 +132,19 @@ def _part(matrix: QuantizedMatrix, rows: slice, columns: slice) -> QuantizedMatr
     return part if count == matrix.shape[1] else part.columns(columns.start, count)
 
 
-def _sections(model: nn.Module) -> dict[str, tuple[int, list[int]]]:
-    """For each parameter that merges several matrices: along which dimension, and the size of each."""
+def _sections(model: nn.Module, narrow_experts: Collection[str]) -> dict[str, tuple[int, list[int]]]:
+    """For each parameter that merges several matrices: along which dimension, and the size of each. The rows of all
+    ``narrow_experts`` lie in one matrix."""
     found: dict[str, tuple[int, list[int]]] = {}
     for path, module in model.named_modules():
         if isinstance(module, (MergedLinear, QuantizedLinear)) and module.parts:
             for kind, _ in storages(module):
                 found[f"{path}.{kind}"] = (0, list(module.parts.values()))
+        elif path in narrow_experts:
+            assert isinstance(module, (Experts, QuantizedExperts))
+            for kind, stack in storages(module):
+                names = expert_names(path, kind, module.count)
+                found[f"{path}.{kind}"] = (0, [math.prod(stack.shape[:-1]) // len(names)] * len(names))
         elif isinstance(module, Experts):
             found[f"{path}.gate_up_proj"] = (1, [module.gate_up_proj.shape[1] // 2] * 2)
     return found

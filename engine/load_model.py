@@ -88,12 +88,10 @@ def _quantize(
     config: ServeConfig, spec: ModelSpec, stored: Sequence[StoredTensor]
 ) -> Callable[[nn.Module], None] | None:
     """What gives matrices of an empty model room for quantized weights."""
-    with_experts = config.tensor_parallel_size == 1  # they are not cut
     if spec.quantization is not None and stored:
-        by_name = {tensor.name: tensor for tensor in stored}
-        return partial(quantize_as_stored, stored=by_name, with_experts=with_experts)
+        return partial(quantize_as_stored, stored={tensor.name: tensor for tensor in stored})
     form = form_of(spec.quantization) if spec.quantization else Form(8, None) if config.quantization == "fp8" else None
-    return None if form is None else partial(quantize_model, form=form, with_experts=with_experts)
+    return None if form is None else partial(quantize_model, form=form)
 
 
 def weight_bytes(

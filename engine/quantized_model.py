@@ -50,8 +50,6 @@ def check_quantization(config: ServeConfig, files: ModelFiles, spec: ModelSpec, 
         problem = "is for safetensors; GGUF files are quantized as they are"
     elif spec.quantization is not None:
         problem = f"is for checkpoints that are not quantized, and this one is in {spec.quantization.description}"
-    elif spec.has_experts and config.tensor_parallel_size > 1:
-        problem = "of a mixture of experts does not go with --tensor-parallel-size"
     if problem is not None:
         raise ConfigError(f"quantization {option} {problem}; leave --quantization away")
 
@@ -64,16 +62,16 @@ def form_of(quantization: StoredQuantization) -> Form:
     return Form(8 if quantization.layout == "fp8" else 4, None if is_whole else group)
 
 
-def quantize_model(model: nn.Module, form: Form, *, with_experts: bool = True) -> None:
+def quantize_model(model: nn.Module, form: Form) -> None:
     """Give all matrices of layers room for weights of ``form``, as far as its groups fit."""
     for path, linear in _projections(model):
         if _fits(form, linear.in_features):
             model.set_submodule(path, QuantizedLinear(linear, form))
-    for path, experts in _experts(model) if with_experts else ():
+    for path, experts in _experts(model):
         _quantize_experts(model, path, experts, form, form)
 
 
-def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor], *, with_experts: bool = True) -> None:
+def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
     """Give matrices the room that they take in a checkpoint, ``stored`` by name. Of what is merged all parts must be
     alike, and of a rank's columns all in their own order and whole groups; else they are dequantized when they are
     loaded."""
@@ -85,7 +83,7 @@ def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor], *, 
             continue
         if stored[names[0]].shape[1] == linear.in_features or not form.reordered:
             model.set_submodule(path, QuantizedLinear(linear, form))
-    for path, experts in _experts(model) if with_experts else ():
+    for path, experts in _experts(model):
         count = len(experts.down_proj)
         gate_up, down = (
             _common_form(expert_names(path, kind, count), stored) for kind in ("gate_up_proj", "down_proj")

@@ -20,6 +20,7 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype):
         super().__init__()
+        self.count = count
         self.gate_up_proj = empty_parameter(count, 2 * intermediate_size, hidden_size, dtype=dtype)
         self.down_proj = empty_parameter(count, hidden_size, intermediate_size, dtype=dtype)
 

@@ -42,6 +42,7 @@ from radixserve.tests.engine.quantized_checkpoints import (
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 TIE = 0.25
 MOST = 0.9
@@ -185,7 +186,7 @@ def bounded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("bounded")
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two
 @pytest.mark.parametrize(
     "options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48, "num_pages": None}], ids=str
 )
@@ -194,8 +195,12 @@ def test_two_ranks_give_the_answers_of_transformers_and_part(
 ) -> None:
     with llama.open(tensor_parallel_size=2, **options) as llm:
         assert "2 x " in llm.description
-        for _ in range(2):
-            llama.check(llm.generate(tiny_models.PROMPTS, greedy()))
+        llama.check(llm.generate(tiny_models.PROMPTS, greedy()))
+        # Of a filter that leaves the best token only, and of what else needs all logits.
+        filtered = SamplingParams(temperature=1.0, top_p=1e-3, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for others in (filtered, greedy(logprobs=1)):
+            rules = [others if i % 2 else greedy() for i in range(len(tiny_models.PROMPTS))]
+            llama.check(llm.generate(tiny_models.PROMPTS, rules))
     assert "not let go" not in caplog.text
 
 
@@ -363,6 +368,8 @@ def test_quantized_weights_and_caches_are_near_what_they_stand_for(
         (fp8_by_row, FP8, {"deterministic": True}),
         (fp8_by_block, {**FP8, "weight_block_size": BLOCK}, {"moe_backend": "torch"}),
         (awq, AWQ, {"max_num_batched_tokens": 48}),
+        pytest.param(fp8_by_row, FP8, {"tensor_parallel_size": 2}, marks=needs_two),
+        pytest.param(awq, AWQ, {"tensor_parallel_size": 2}, marks=needs_two),
     ],
 )
 def test_quantized_experts_are_near_what_they_stand_for(

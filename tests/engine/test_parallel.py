@@ -15,13 +15,14 @@ from torch import Tensor
 from radixserve.engine.decoder import DecoderLayer
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.kv_scales import scale_kv
+from radixserve.engine.layers.experts import SparseMLP
 from radixserve.engine.layers.linear import QuantizedLinear
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.parallel import ParallelOps
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.kernels.interface import Norm, Weight
-from radixserve.kernels.quantized import Form, quantize
+from radixserve.kernels.quantized import Form, QuantizedMatrix, Stack, quantize
 from radixserve.kernels.torch_ops import TorchOps
 from radixserve.tests.engine import tiny_models
 from radixserve.tests.engine.quantized_checkpoints import (
@@ -184,6 +185,44 @@ def test_quantized_matrices_are_cut_and_dequantized_only_where_columns_rule_it_o
         check(ours, expected)
     matrices = held(Paged(tmp_path, shard=Shard(1, 2)))
     assert [m.matrix.form.bits if isinstance(m, QuantizedLinear) else None for m in matrices] == bits
+
+
+# With the experts' width, of which each of two ranks has half.
+QUANTIZED_EXPERTS: dict[Writer, tuple[str, dict[str, Any], int, int | None]] = {
+    fp8_by_row: ("qwen3moe", {"quant_method": "fp8"}, 64, 8),
+    fp8_by_block: ("qwen3moe-mixed", {"quant_method": "fp8", "weight_block_size": list(BLOCK)}, 128, 8),
+    awq: ("mixtral", {"quant_method": "awq", "bits": 4, "version": "gemm"}, 128, 4),
+    gptq_in_another_order: ("qwen3moe", {"quant_method": "gptq", "bits": 4}, 64, None),
+}
+
+
+def held_experts(model: Paged) -> list[Stack]:
+    return list(next(module for module in model.model.modules() if isinstance(module, SparseMLP)).experts.stacks)
+
+
+@pytest.mark.parametrize("write", QUANTIZED_EXPERTS, ids=lambda write: write.__name__)
+def test_quantized_experts_are_cut(write: Writer, tmp_path: Path) -> None:
+    variant, config, width, bits = QUANTIZED_EXPERTS[write]
+    sizes = {"intermediate_size" if variant == "mixtral" else "moe_intermediate_size": width}
+    oracle = save_quantized(variant, tmp_path, write, config, **sizes)
+    for ours, expected in zip(on_all_ranks(tmp_path, 2, steps), expected_steps(oracle), strict=True):
+        check(ours, expected)
+    for stack in held_experts(Paged(tmp_path, shard=Shard(1, 2))):
+        assert (stack.form.bits if isinstance(stack, QuantizedMatrix) else None) == bits
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_ranks_round_their_parts_of_experts_to_fp8(load_format: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.make("qwen3moe", moe_intermediate_size=64), tmp_path)
+    gate_up, down = held_experts(Paged(folder, load_format=load_format))
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    ours = held_experts(Paged(folder, shard=Shard(1, 2), quantization="fp8", load_format=load_format))
+    parts = gate_up[:, [*range(32, 64), *range(96, 128)]], down[:, :, 32:]
+    for part, values in zip(ours, parts, strict=True):
+        expected = quantize(values.flatten(0, 1), Form(8, None))
+        assert isinstance(part, QuantizedMatrix)
+        assert torch.equal(part.values.float(), expected.values.float())
+        assert torch.equal(part.scales, expected.scales)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
