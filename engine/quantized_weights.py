@@ -15,7 +15,7 @@ from torch import Tensor
 from radixserve.engine.errors import ModelError
 from radixserve.engine.quantization import StoredQuantization
 from radixserve.engine.weight_packing import Index, store_rows
-from radixserve.engine.weights import StoredMatrix, StoredTensor, expert_names
+from radixserve.engine.weights import Copy, StoredMatrix, StoredTensor, expert_names
 from radixserve.kernels.packing import BLOCK, WeightKind, can_pack, pack_q4
 from radixserve.kernels.quantized import FP8, GROUPS, Form, QuantizedMatrix, pack_nibbles, unpack_nibbles
 
@@ -55,8 +55,8 @@ def unstacked(stored: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
         rows, cols = tensor.shape[0] * tensor.shape[1] // len(names), tensor.shape[2]
         for index, name in enumerate(names):
             read = partial(_read_rows, tensor, index * rows, rows)
-            copy_to = partial(_copy, read)
-            yield StoredTensor(name, (rows, cols), tensor.num_bytes // len(names), copy_to, read=read)
+            copy_to, num_bytes = partial(_copy, read, tensor.copy), tensor.num_bytes // len(names)
+            yield StoredTensor(name, (rows, cols), num_bytes, copy_to, read=read, copy=tensor.copy)
 
 
 def _read_rows(stack: StoredTensor, first: int, count: int) -> Tensor:
@@ -64,8 +64,8 @@ def _read_rows(stack: StoredTensor, first: int, count: int) -> Tensor:
     return stack.read().flatten(0, 1).narrow(0, first, count)
 
 
-def _copy(read: Callable[[], Tensor], place: Tensor, index: Index) -> None:
-    place.copy_(read()[index])
+def _copy(read: Callable[[], Tensor], copy: Copy, place: Tensor, index: Index) -> None:
+    copy(place, read()[index])
 
 
 def _fp8(path: str, parts: _Parts, block: tuple[int, int]) -> StoredTensor:
@@ -207,7 +207,7 @@ def _pack(matrix: StoredMatrix, place: Tensor) -> None:
 
 def _read(tensor: StoredTensor, device: torch.device) -> Tensor:
     assert tensor.read is not None, "only safetensors hold the parts of matrices"
-    return tensor.read().to(device)
+    return tensor.moved(tensor.read(), device)
 
 
 def _matrix_shape(tensor: StoredTensor) -> tuple[int, int]:

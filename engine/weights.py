@@ -24,6 +24,8 @@ from radixserve.kernels.packing import WeightKind, kind_of
 from radixserve.kernels.quantized import Form, QuantizedMatrix, quantize
 
 Place = Tensor | QuantizedMatrix
+Copy = Callable[[Tensor, Tensor], object]
+"""Copies the second to the first, of the same shape."""
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share of it that is done, 0..1)."""
 
@@ -54,8 +56,8 @@ class StoredMatrix:
 class StoredTensor:
     """A tensor in a file. ``copy_to`` reads a part of it into a tensor of that shape, of any dtype and device
     (``reads_parts``: which takes less than all of it); ``pack_to``, if there is one, all of it into a place packed as
-    ``kind``, where it loses nothing. ``read``: the tensor itself, mapped to the file, if it can be; ``matrix``: as what
-    it is quantized, if it is."""
+    ``kind``, where it loses nothing. ``read``: the tensor itself, mapped to the file, if it can be, and ``copy`` what
+    takes values from there; ``matrix``: as what it is quantized, if it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,6 +68,7 @@ class StoredTensor:
     read: Callable[[], Tensor] | None = None
     matrix: StoredMatrix | None = None
     reads_parts: bool = True
+    copy: Copy = Tensor.copy_
 
     def load_to(self, place: Place) -> None:
         """Read it into ``place``, packed, quantized or neither."""
@@ -92,8 +95,16 @@ class StoredTensor:
         values = self.read()
         step = max(1, _QUANTIZED_ELEMENTS // self.shape[1])
         for first in range(0, self.shape[0], step):
-            part = values[first : first + step].to(device)
+            part = self.moved(values[first : first + step], device)
             place.rows(first, len(part)).copy_(quantize(part, place.form))
+
+    def moved(self, values: Tensor, device: torch.device) -> Tensor:
+        """A part of what ``read`` gave, on ``device``."""
+        if values.device == device:
+            return values
+        place = torch.empty(values.shape, dtype=values.dtype, device=device)
+        self.copy(place, values)
+        return place
 
 
 def load_weights(model: nn.Module, stored: Iterable[StoredTensor], progress: Progress, num_threads: int = 1) -> None:
@@ -137,9 +148,7 @@ def weight_places(model: nn.Module, stored: Collection[str] = ()) -> dict[str, P
     return places
 
 
-def safetensors_tensors(
-    paths: Sequence[Path], spec: ModelSpec, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
-) -> Iterator[StoredTensor]:
+def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec, copy: Copy = Tensor.copy_) -> Iterator[StoredTensor]:
     """All tensors of a checkpoint's shards in the order of the files, under the names of ``Decoder``. ``copy``: of the
     mapped file to a place. Raises ``ModelError`` for a file that cannot be read."""
     names = spec.stored_names
@@ -157,7 +166,8 @@ def safetensors_tensors(
             num_bytes = torch.Size(shape).numel() * _DTYPE_BYTES.get(header.get_dtype(), 1)
             added = 1.0 if spec.unit_offset_norms and name.endswith("norm.weight") else 0.0
             read = partial(file.get_tensor, stored_name)
-            yield StoredTensor(name, shape, num_bytes, partial(_copy_safetensor, read, copy, added), read=read)
+            copy_to = partial(_copy_safetensor, read, copy, added)
+            yield StoredTensor(name, shape, num_bytes, copy_to, read=read, copy=copy)
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
@@ -241,9 +251,7 @@ def _expert_parts(kind: str) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
 
 
-def _copy_safetensor(
-    read: Callable[[], Tensor], copy: Callable[[Tensor, Tensor], object], added: float, place: Tensor, index: Index
-) -> None:
+def _copy_safetensor(read: Callable[[], Tensor], copy: Copy, added: float, place: Tensor, index: Index) -> None:
     """From the mapped file straight to its place: no copy of it in between."""
     copy(place, read()[index])
     if added:
