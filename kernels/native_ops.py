@@ -46,7 +46,7 @@ class Program:
     def empty(self, width: int) -> Tensor:
         """A buffer [capacity, width]. When the last view of it is dropped, a later operation may get its memory."""
         free = self._free.setdefault(width, [])
-        memory = free.pop() if free else np.empty(self.capacity * width, np.float32)
+        memory = free.pop() if free else _lines(self.capacity * width)
         lease = memory[:]  # torch keeps it alive as long as any tensor shows its memory
         self._buffers.add(memory.ctypes.data)
         weakref.finalize(lease, free.append, memory)
@@ -255,6 +255,12 @@ class NativeAttention:
         self._step.tokens = num_tokens
         self._ops.emit(op, self._step, k_cache, v_cache)
         return out.view(num_tokens, q_heads, head_dim)
+
+
+def _lines(size: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Memory from the beginning of a cache line: else each vector that is stored touches two."""
+    memory = np.empty(size + _LANES, np.float32)
+    return memory[-memory.ctypes.data % (4 * _LANES) // 4 :][:size]
 
 
 def _is_packed(weight: Weight) -> TypeGuard[Tensor]:

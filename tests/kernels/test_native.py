@@ -101,6 +101,12 @@ def test_products_with_norm_bias_gate_and_residual(ops: NativeOps, kind: WeightK
     assert_near(added, stream + inner @ floats[2].T + randn(96), 0.06)
 
 
+def test_buffers_of_recorded_steps_begin_with_a_cache_line(ops: NativeOps) -> None:
+    with ops.recording(capacity=7) as program:
+        buffers = [program.empty(width) for width in (32, 96, 32, 576)]
+    assert [buffer.data_ptr() % 64 for buffer in buffers] == [0] * 4
+
+
 def test_the_pulse_beats_while_products_are_computed() -> None:
     beats: list[int] = []
     try:
