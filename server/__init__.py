@@ -6,7 +6,7 @@
                                     must look like (output/plan.py)
     generation.py                   one engine request for each choice, through engine_client.py and engine_socket.py
     open_requests.py, choice.py     what the engine says becomes text; output/parser.py finds reasoning and tool calls
-    sse.py                          the stream, of frames that the answers in protocol/ write; else one JSON
+    generation.py again             the stream, of frames that the answers in protocol/ write; else one JSON
 
 ``app.py`` puts that together, ``frontend.py`` owns its state, ``supervisor.py``, ``worker.py`` and ``serving.py`` are
 the processes, ``cli.py`` and ``commands/`` the command line.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from radixserve.engine.messages import FinishReason, TokenEvent, TokenLogprobs
 from radixserve.engine.sampling_params import SamplingParams
@@ -37,6 +37,7 @@ class LogprobToken:
     offset: int
 
 
+@dataclass(eq=False, slots=True)
 class Choice:
     """One choice of an answer, filled by one engine request.
 
@@ -46,44 +47,33 @@ class Choice:
     token, but nobody wants it. ``grammar_field``: where the request has what the engine may say against its grammar.
     """
 
-    def __init__(
-        self,
-        index: int,
-        prompt: Prompt,
-        detokenizer: Detokenizer,
-        stops: StopStringMatcher | None,
-        sampling: SamplingParams,
-        *,
-        parser: OutputParser | None = None,
-        grammar_field: str = "grammar",
-        include_stop: bool = False,
-        prompt_only: bool = False,
-    ):
-        self.index = index
-        self.prompt = prompt
-        self.sampling = sampling
-        self.num_tokens = 0
-        self.num_reasoning_tokens = 0
-        self.cached_tokens = 0
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.error: RequestFailed | None = None
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
-        self.on_change: Callable[[Choice], None] = _ignore
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._parser = parser
-        self._grammar_field = grammar_field
-        self._include_stop = include_stop
-        self._prompt_only = prompt_only
-        self._text = ""
-        self._deltas: list[Delta] = []
-        self._ids: list[int] = []
-        self._logprobs: deque[LogprobToken] = deque()
-        self._decoded_chars = 0
-        self._shown_chars = 0
-        self._taken_chars = 0
-        self._taken_tokens = 0
+    index: int
+    prompt: Prompt
+    detokenizer: Detokenizer
+    stops: StopStringMatcher | None
+    sampling: SamplingParams
+    _: KW_ONLY
+    parser: OutputParser | None = None
+    grammar_field: str = "grammar"
+    include_stop: bool = False
+    prompt_only: bool = False
+
+    num_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: RequestFailed | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    on_change: Callable[[Choice], None] = _ignore
+    _text: str = ""
+    _deltas: list[Delta] = field(default_factory=list)
+    _ids: list[int] = field(default_factory=list)
+    _logprobs: deque[LogprobToken] = field(default_factory=deque)
+    _decoded_chars: int = 0
+    _shown_chars: int = 0
+    _taken_chars: int = 0
+    _taken_tokens: int = 0
 
     @property
     def done(self) -> bool:
@@ -111,8 +101,8 @@ class Choice:
         if error.param == "prompt":
             error.param = self.prompt.field
         elif error.param == "grammar":
-            error.param = self._grammar_field
-            error.message = f"{self._grammar_field}: {error.message}"
+            error.param = self.grammar_field
+            error.message = f"{self.grammar_field}: {error.message}"
         self.error = error
         self.on_change(self)
 
@@ -120,13 +110,13 @@ class Choice:
         self.cached_tokens = event.cached_tokens or self.cached_tokens
         if event.prompt_logprobs:
             self.prompt_logprobs += event.prompt_logprobs
-        if self._prompt_only:
+        if self.prompt_only:
             self.finish_reason = "length" if event.finish else None
             return
         for position, token in enumerate(event.token_ids):
             self.num_tokens += 1
             self._ids.append(token)
-            if event.finish is FinishReason.STOP and position == len(event.token_ids) - 1 and not self._include_stop:
+            if event.finish is FinishReason.STOP and position == len(event.token_ids) - 1 and not self.include_stop:
                 break  # The token that ends the text is no part of it.
             if event.logprobs is not None:
                 self._logprobs.append(LogprobToken(event.logprobs[position], self._decoded_chars))
@@ -137,37 +127,37 @@ class Choice:
 
     def _decode(self, token_id: int) -> bool:
         """Add a token's text; true if that completed a stop string."""
-        if self._parser is None:
-            return self._append(self._detokenizer.feed(token_id))
-        was_reasoning = self._parser.in_reasoning
-        stopped = self._append(self._detokenizer.feed(token_id))
-        self.num_reasoning_tokens += was_reasoning or self._parser.in_reasoning
+        if self.parser is None:
+            return self._append(self.detokenizer.feed(token_id))
+        was_reasoning = self.parser.in_reasoning
+        stopped = self._append(self.detokenizer.feed(token_id))
+        self.num_reasoning_tokens += was_reasoning or self.parser.in_reasoning
         return stopped
 
     def _show(self, text: str) -> None:
         self._shown_chars += len(text)
-        if self._parser is None:
+        if self.parser is None:
             self._text += text
         else:
-            self._deltas += self._parser.feed(text)
+            self._deltas += self.parser.feed(text)
 
     def _append(self, text: str) -> bool:
         """Add decoded text; true if that completed a stop string."""
         self._decoded_chars += len(text)
-        if self._stops is None or self.num_tokens <= self.sampling.min_tokens:
+        if self.stops is None or self.num_tokens <= self.sampling.min_tokens:
             self._show(text)
             return False
-        self._show(self._stops.feed(text))
-        if self._stops.matched is None:
+        self._show(self.stops.feed(text))
+        if self.stops.matched is None:
             return False
-        self._stop_at_string(self._stops.matched)
+        self._stop_at_string(self.stops.matched)
         return True
 
     def _finish(self, event: TokenEvent) -> None:
-        if self._append(self._detokenizer.finish()):
+        if self._append(self.detokenizer.finish()):
             return
-        if self._stops is not None:
-            self._show(self._stops.finish())
+        if self.stops is not None:
+            self._show(self.stops.finish())
         self._end("stop" if event.finish is FinishReason.STOP else "length", event.stop_token_id)
 
     def _stop_at_string(self, matched: str) -> None:
@@ -176,9 +166,9 @@ class Choice:
         self._end("stop", matched)
 
     def _end(self, finish_reason: str, stop_reason: str | int | None) -> None:
-        if self._parser is not None:
-            self._deltas += self._parser.finish(cut=finish_reason == "length")
-            if self._parser.num_calls and finish_reason == "stop":
+        if self.parser is not None:
+            self._deltas += self.parser.finish(cut=finish_reason == "length")
+            if self.parser.num_calls and finish_reason == "stop":
                 finish_reason = "tool_calls"
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
@@ -195,7 +185,7 @@ class Choice:
     @property
     def is_parsed(self) -> bool:
         """Whether what comes is more than ``take_text`` can tell."""
-        return self._parser is not None
+        return self.parser is not None
 
     def take_text(self) -> str:
         """Only without a parser."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import httptools
@@ -26,13 +27,6 @@ _EXTENSION = "radixserve.chunks"
 _PIPELINED = 8
 # Bytes that an answer of unknown length has left: more than any has.
 _UNKNOWN = 1 << 62
-_REASONS = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    413: b"Content Too Large",
-    431: b"Request Header Fields Too Large",
-    503: b"Service Unavailable",
-}
 # Chunked bodies may be twice as long on the wire as what they carry; nobody sends chunks of a few bytes in earnest.
 _FRAMING = 2
 
@@ -49,21 +43,21 @@ class ConnectionLimits:
     stalled_s: float = 60.0
 
 
+@dataclass(frozen=True, slots=True)
 class ChunkWriter:
     """Writes chunks of a response that was started and is not complete; others may be sent in the usual way."""
 
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl):
-        self._transport = transport
-        self._flow = flow
+    transport: asyncio.Transport
+    flow: FlowControl
 
     @property
     def ready(self) -> bool:
         """False while a slow client has much unread, and when it is gone: ``send`` waits then."""
-        return not (self._flow.write_paused or self._transport.is_closing())
+        return not (self.flow.write_paused or self.transport.is_closing())
 
     def write(self, body: bytes) -> None:
         """One chunk; ``body`` must not be empty, for that would end the response."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class Connection(HttpToolsProtocol):
@@ -186,7 +180,8 @@ class Connection(HttpToolsProtocol):
         """Close, after telling why, unless an answer is on its way already."""
         if not self.transport.is_closing() and (self.cycle is None or not self.cycle.response_started or self._idle):
             body = error_body(RequestFailed(message, status=status, code=code))
-            head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])
+            reason = HTTPStatus(status).phrase.encode()
+            head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n" % (status, reason)
             self.transport.write(b"%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (head, len(body), body))
         self.transport.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,16 +23,16 @@ from radixserve.server.request_log import log_refusal
 log = logging.getLogger("radixserve.server")
 
 
+@dataclass(slots=True)
 class RequestIds:
     """Names each request: by the client's X-Request-Id if it is a sane one, else by a random id."""
 
-    def __init__(self, app: ASGIApp, *, log_refusals: bool):
-        self._app = app
-        self._log_refusals = log_refusals
+    app: ASGIApp
+    log_refusals: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if is_name(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -40,27 +41,27 @@ class RequestIds:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], header]
-                if self._log_refusals and message["status"] >= 400 and scope["method"] == "POST":
+                if self.log_refusals and message["status"] >= 400 and scope["method"] == "POST":
                     log_refusal(request_id, scope["method"], scope["path"], message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self.app(scope, receive, send_with_id)
 
 
+@dataclass(slots=True)
 class Gate:
     """Checks keys, refuses work while draining, reads bodies up to a limit, and cancels handlers whose client is gone.
 
-    ``num_active`` counts the POST requests inside.
+    The frontend's ``num_active`` counts the POST requests inside.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int):
-        self._app = app
-        self._keys = keys
-        self._max_body_bytes = max_body_bytes
+    app: ASGIApp
+    keys: ApiKeys
+    max_body_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         is_work = scope["method"] == "POST"
         try:
             self._admit(scope)
@@ -88,14 +89,14 @@ class Gate:
         if authorization is None and "x-api-key" in headers:  # as Anthropic's clients send it
             authorization = f"Bearer {headers['x-api-key']}"
         raw = None if authorization is None else authorization.encode("latin-1")
-        scope["state"]["tenant"] = self._keys.tenant(scope["method"], scope["path"], raw)
+        scope["state"]["tenant"] = self.keys.tenant(scope["method"], scope["path"], raw)
         if scope["method"] == "POST" and scope["app"].state.frontend.draining:
             raise RequestFailed("the server is shutting down", code="draining", retry_after_s=5)
         self._check_size(int(headers.get("content-length") or 0))
 
     def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            limit = f"{self._max_body_bytes / 2**20:g} MiB"
+        if num_bytes > self.max_body_bytes:
+            limit = f"{self.max_body_bytes / 2**20:g} MiB"
             raise InvalidRequest(f"the body is larger than {limit}", code="body_too_large", status=413)
 
     async def _read(self, receive: Receive) -> bytes | None:
@@ -113,7 +114,7 @@ class Gate:
     async def _guard(self, call: _Call, *, watch: bool) -> None:
         scope = call.scope
         try:
-            await (call.run_while_connected(self._app) if watch else self._app(scope, call.receive, call.send))
+            await (call.run_while_connected(self.app) if watch else self.app(scope, call.receive, call.send))
         except Exception:
             request_id = scope["state"]["request_id"]
             log.exception("request %s failed", request_id, extra={"facts": {"request_id": request_id}})
@@ -123,17 +124,17 @@ class Gate:
             await error_response(failure, scope["path"])(scope, call.receive, call.send)
 
 
+@dataclass(slots=True)
 class _Call:
     """One request whose body has been read."""
 
-    def __init__(self, scope: Scope, body: bytes, receive: Receive, send: Send):
-        self.scope = scope
-        self.started = False
-        self._body: bytes | None = body
-        self._receive = receive
-        self._send = send
-        self._complete = False
-        self._gone = False
+    scope: Scope
+    body: bytes | None
+    client_receive: Receive
+    client_send: Send
+    started: bool = False
+    complete: bool = False
+    gone: bool = False
 
     async def run_while_connected(self, app: ASGIApp) -> None:
         """Run ``app``, but cancel it (whatever it awaits) when the client disconnects before the answer is complete."""
@@ -143,28 +144,28 @@ class _Call:
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
-            if not self._gone and not self.scope["app"].state.frontend.draining:
+            if not self.gone and not self.scope["app"].state.frontend.draining:
                 raise
         finally:
             watcher.cancel()
 
     async def _watch(self, task: asyncio.Task[None]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.client_receive())["type"] != "http.disconnect":
             pass
         # The end of a response looks like a disconnect too.
-        if not self._complete:
-            self._gone = True
+        if not self.complete:
+            self.gone = True
             task.cancel()
 
     async def receive(self) -> Message:
-        if self._body is None:
+        if self.body is None:
             await asyncio.Future[None]()  # There is nothing more; a disconnect comes as a cancellation.
-        body, self._body = self._body, None
+        body, self.body = self.body, None
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
         elif not message.get("more_body", False):
-            self._complete = True
-        await self._send(message)
+            self.complete = True
+        await self.client_send(message)

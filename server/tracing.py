@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from opentelemetry import context
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
@@ -73,18 +74,18 @@ class RequestSpan:
         self._span.end()
 
 
+@dataclass(slots=True)
 class TraceParents:
     """An ASGI layer: the header ``traceparent`` of a request makes its spans part of the client's trace."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         token = context.attach(TraceContextTextMapPropagator().extract(Headers(scope=scope)))
         try:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         finally:
             context.detach(token)
         return None

@@ -17,8 +17,7 @@ from typing import Any
 import radixserve
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.server.bench.arguments import output_file, positive, span, write_json
-from radixserve.server.bench.plot import check_plot, plot_spread
-from radixserve.server.bench.report import percentile, table
+from radixserve.server.bench.report import check_plot, percentile, plot_spread, table
 from radixserve.server.commands.parser import Parser
 from radixserve.server.commands.serve import parse_flags, read_config
 

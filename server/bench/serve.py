@@ -19,8 +19,7 @@ import httpx
 from radixserve.engine.errors import ConfigError
 from radixserve.server.bench.arguments import above_zero, count, counts, output_file, positive, rates, span, write_json
 from radixserve.server.bench.load import ClosedLoop, Load, OpenLoop, Pace, Sample, run_load, shown_count
-from radixserve.server.bench.plot import check_plot, plot_curves, plot_spread
-from radixserve.server.bench.report import Goal, Summary, summarize, table
+from radixserve.server.bench.report import Goal, Summary, check_plot, plot_curves, plot_spread, summarize, table
 from radixserve.server.bench.streaming import Target
 from radixserve.server.bench.workload import Workload
 from radixserve.server.commands.client import base_url, key_header, served_models

@@ -111,14 +111,14 @@ class Target:
         return head.encode() + body
 
 
+@dataclass(eq=False)
 class Connection(asyncio.Protocol):
     """A keep-alive connection that carries one request at a time. Owns its socket; ``close`` it."""
 
-    def __init__(self, target: Target, tls: ssl.SSLContext | None) -> None:
-        self._target = target
-        self._tls = tls
-        self._transport: asyncio.Transport | None = None
-        self._idle_since = 0.0
+    target: Target
+    tls: ssl.SSLContext | None
+    _transport: asyncio.Transport | None = None
+    _idle_since: float = 0.0
 
     async def post(self, request: bytes, answer: Answer) -> None:
         """Send ``request`` and read all of ``answer``. Raises OSError when the connection breaks."""
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
             # Closed after the last answer without a word, as llama.cpp's server does: it has not read the request.
         self.close()
         self._parser = httptools.HttpResponseParser(self)
-        await asyncio.get_running_loop().create_connection(lambda: self, *self._target.address, ssl=self._tls)
+        await asyncio.get_running_loop().create_connection(lambda: self, *self.target.address, ssl=self.tls)
         await self._exchange(request, answer)
 
     async def _exchange(self, request: bytes, answer: Answer) -> None:

@@ -14,9 +14,8 @@ from radixserve.configs.errors import OptionError
 from radixserve.configs.options import OPTIONS, Option
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.logs import log_to_stderr
-from radixserve.server.children import RestartPolicy
 from radixserve.server.commands.parser import Parser
-from radixserve.server.supervisor import Commands, serve
+from radixserve.server.supervisor import Commands, RestartPolicy, serve
 
 _DESCRIPTION = """\
 Serve a model over the OpenAI API. Options come from flags, then RADIXSERVE_* variables, then --config, then --preset.

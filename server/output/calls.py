@@ -5,26 +5,27 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from radixserve.server.output.deltas import Deltas
-from radixserve.server.output.reader import END, SPACE, Malformed, Reader, Reading
+from radixserve.server.output.reader import SPACE, Malformed, Reader, Reading
 
 # Names that families have for the arguments of a call.
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
+@dataclass
 class CallReader:
     """Reads one body of calls. ``tools``: the schemas of the parameters, by name; a call of anything else is text.
 
     Up to its name a call may turn out to be text after all (``Malformed``); then its beginning was told.
     """
 
-    def __init__(self, reader: Reader, deltas: Deltas, tools: Mapping[str, Any]):
-        self.reader = reader
-        self.deltas = deltas
-        self.tools = tools
-        self.in_call = False
+    reader: Reader
+    deltas: Deltas
+    tools: Mapping[str, Any]
+    in_call: bool = False
 
     def start(self, name: str) -> None:
         if name not in self.tools:
@@ -101,7 +102,7 @@ class CallReader:
         if first != '"':
             raise Malformed
         written = ['"']
-        yield from self.reader.json_string(written.append)
+        yield from self.reader.string(first, written.append)
         return str(_loads("".join(written)))
 
     # ---- name{...}, name[ARGS]{...}, or a list as above (Mistral) ----
@@ -178,8 +179,9 @@ class CallReader:
             name = yield from reader.word()
             if (yield from reader.after_space()) != "(":
                 raise Malformed
-            written = yield from self._python_arguments()
-            arguments = _keywords(written)
+            written: list[str] = []
+            yield from reader.nested("(", written.append, quotes="'\"")
+            arguments = _keywords("".join(written))
             self.start(name)
             self.deltas.arguments(arguments)
             self.end()
@@ -189,25 +191,6 @@ class CallReader:
             if char != ",":
                 raise Malformed
         reader.mark()
-
-    def _python_arguments(self) -> Reading[str]:
-        """The text up to the parenthesis that closes the call."""
-        text: list[str] = []
-        depth, quote, escaped = 1, "", False
-        while True:
-            char = yield from self.reader.next()
-            if char == END:
-                raise Malformed
-            if quote:
-                quote = "" if char == quote and not escaped else quote
-                escaped = char == "\\" and not escaped
-            elif char in "'\"":
-                quote = char
-            else:
-                depth += (char in "([{") - (char in ")]}")
-                if not depth:
-                    return "".join(text)
-            text.append(char)
 
 
 def _drop(_: str) -> None:
@@ -247,9 +230,9 @@ def _properties(schema: Any) -> Mapping[str, Any]:
 
 
 def _keywords(written: str) -> str:
-    """``city="Oslo", days=3`` as a JSON object."""
+    """``(city="Oslo", days=3)`` as a JSON object."""
     try:
-        call = ast.parse(f"f({written})", mode="eval").body
+        call = ast.parse(f"f{written}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise Malformed
         values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}

@@ -67,33 +67,27 @@ class OutputFormats:
     calls: CallFormat | None
 
 
+# What a template tells the model to write; the first of these that it has.
+_CALL_MARKS: dict[str, ToolCallParser] = {
+    "<function=": "qwen3_coder",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|tool_call|>": "phi",
+    "functools": "phi",
+    "func_name1(params_name1": "pythonic",
+    "<|python_tag|>": "llama3_json",
+    '"parameters": dictionary of argument name': "llama3_json",
+}
+_REASONING_MARKS: dict[str, ReasoningParser] = {"[THINK]": "mistral", "<seed:think>": "seed_oss", "</think>": "qwen3"}
+
+
 def output_formats(text: TextModel, config: ServeConfig) -> OutputFormats:
-    """What the flags say or, for "auto", what the chat template shows."""
+    """What the flags say or, for "auto", what the chat template shows. One that says nothing of calls gets the system
+    text of ``server/prompts.py``, which asks for those of hermes."""
     source = text.template.tool_source if text.template else ""
-    calls = _calls_in(source) if config.tool_call_parser == "auto" else config.tool_call_parser
-    reasoning = _reasoning_in(source) if config.reasoning_parser == "auto" else config.reasoning_parser
+    calls, reasoning = config.tool_call_parser, config.reasoning_parser
+    if calls == "auto":
+        calls = next((name for mark, name in _CALL_MARKS.items() if mark in source), "hermes")
+    if reasoning == "auto":
+        reasoning = next((name for mark, name in _REASONING_MARKS.items() if mark in source), "none")
     return OutputFormats(REASONING_FORMATS.get(reasoning), CALL_FORMATS.get(calls))
-
-
-def _calls_in(template: str) -> ToolCallParser:
-    """By what a template tells the model to write. Others get the system text of ``server/prompts.py``."""
-    marks: tuple[tuple[str, ToolCallParser], ...] = (
-        ("<function=", "qwen3_coder"),
-        ("<tool_call>", "hermes"),
-        ("[TOOL_CALLS]", "mistral"),
-        ("<|tool_call|>", "phi"),
-        ("functools", "phi"),
-        ("func_name1(params_name1", "pythonic"),
-        ("<|python_tag|>", "llama3_json"),
-        ('"parameters": dictionary of argument name', "llama3_json"),
-    )
-    return next((name for mark, name in marks if mark in template), "hermes")
-
-
-def _reasoning_in(template: str) -> ReasoningParser:
-    marks: tuple[tuple[str, ReasoningParser], ...] = (
-        ("[THINK]", "mistral"),
-        ("<seed:think>", "seed_oss"),
-        ("</think>", "qwen3"),
-    )
-    return next((name for mark, name in marks if mark in template), "none")

@@ -111,15 +111,15 @@ class Reader:
                 return False
         return True
 
-    def json_string(self, sink: Callable[[str], None]) -> Reading[None]:
-        """The rest of a JSON string whose opening quote was read, as written, with the closing quote."""
+    def string(self, quote: str, sink: Callable[[str], None]) -> Reading[None]:
+        """The rest of a string whose opening ``quote`` was read, as written, with the closing one."""
         escaped = False
         while True:
             char = yield from self.next()
             if char == END:
                 raise Malformed
             sink(char)
-            if char == '"' and not escaped:
+            if char == quote and not escaped:
                 return
             escaped = char == "\\" and not escaped
 
@@ -127,24 +127,25 @@ class Reader:
         """A JSON value that begins with ``first``, as written. What is no JSON may pass; its end may not be missing."""
         if first == '"':
             sink(first)
-            yield from self.json_string(sink)
+            yield from self.string(first, sink)
         elif first and first in "{[":
-            yield from self._nested(first, sink)
+            yield from self.nested(first, sink)
         else:
             while first and first not in ",}]" + SPACE:
                 sink(first)
                 first = yield from self.next()
             self.give_back(first)
 
-    def _nested(self, char: str, sink: Callable[[str], None]) -> Reading[None]:
+    def nested(self, char: str, sink: Callable[[str], None], quotes: str = '"') -> Reading[None]:
+        """What begins with the bracket ``char``, up to the one that closes it, as written."""
         depth = 0
         while True:
             if char == END:
                 raise Malformed
             sink(char)
-            if char == '"':
-                yield from self.json_string(sink)
-            depth += (char in "{[") - (char in "}]")
+            if char in quotes:
+                yield from self.string(char, sink)
+            depth += (char in "([{") - (char in ")]}")
             if not depth:
                 return
             char = yield from self.next()

@@ -245,11 +245,11 @@ class Block:
         return "".join(self.pieces)
 
 
+@dataclass
 class BlockAnswer(Answer):
     """Cuts the deltas of its only choice into blocks, and keeps them for the end. Each API frames them in its way."""
 
-    def __init__(self) -> None:
-        self._blocks: list[Block] = []
+    _blocks: list[Block] = field(default_factory=list, init=False)
 
     # ---- shapes, by API ----
 

@@ -57,7 +57,7 @@ class ChatPromptRequest(RequestModel):
     @model_validator(mode="after")
     def _check_prompt(self) -> ChatPromptRequest:
         check_tools(self.tools, self.tool_choice)
-        if self.continue_final_message and self.messages[-1]["role"] != "assistant":
+        if self.continue_final_message and not (self.messages and self.messages[-1]["role"] == "assistant"):
             raise wrong("continue_final_message", "the last message must be the assistant's")
         return self
 

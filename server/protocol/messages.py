@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -14,10 +15,10 @@ from radixserve.server.errors import RequestFailed, messages_error
 from radixserve.server.output.deltas import Content, Reasoning
 from radixserve.server.protocol.answers import Block, BlockAnswer, named_event
 from radixserve.server.protocol.chat import ChatPromptRequest, ChatRequest, with_system
-from radixserve.server.protocol.fields import Harmless, Name, RequestModel, Stop, only
+from radixserve.server.protocol.fields import Harmless, RequestModel, Stop, only
 from radixserve.server.protocol.generation_fields import SamplingFields
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, Schema, any_of, list_of, record, tagged
-from radixserve.server.protocol.tools import Function, Tool, ToolChoice, function_only, tool_call
+from radixserve.server.protocol.tools import FlatTool, ToolChoice, tool_call
 
 # Where a chat request has what these call otherwise.
 FIELD_NAMES = {
@@ -123,21 +124,9 @@ def _assistant(blocks: list[Any], where: str) -> Message:
 # ---- requests ----
 
 
-class MessagesTool(RequestModel):
-    name: Name
-    input_schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
+class MessagesTool(FlatTool):
+    parameters: dict[str, Any] = Field(alias="input_schema")
     type: Literal["custom"] | None = None
-
-    _no_built_in_tools = model_validator(mode="before")(function_only)
-
-    @property
-    def for_chat(self) -> Tool:
-        function = Function(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return Tool(type="function", function=function)
 
 
 class MessagesToolChoice(RequestModel):
@@ -254,16 +243,15 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
 # ---- answers ----
 
 
+@dataclass
 class MessagesAnswer(BlockAnswer):
     """Each block is a content block."""
 
     id_prefix = "msg_"
     keep_alive = named_event({"type": "ping"})
 
-    def __init__(self, request_id: str, model: str):
-        super().__init__()
-        self._id = self.id_prefix + request_id
-        self._model = model
+    request_id: str
+    model: str
 
     def open_frame(self, choice: Choice) -> bytes:
         return named_event({"type": "message_start", "message": self._message(choice)})
@@ -295,10 +283,10 @@ class MessagesAnswer(BlockAnswer):
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id_prefix + self.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from radixserve.engine.text.conversation import Message, as_object, kind_of, parsed_arguments, string_in, text_in, wrong
 from radixserve.server.choice import Choice
@@ -17,7 +18,7 @@ from radixserve.server.protocol.chat import ChatRequest, with_system
 from radixserve.server.protocol.fields import Harmless, RequestModel, only
 from radixserve.server.protocol.generation_fields import OpenAiHints, SamplingFields
 from radixserve.server.protocol.schemas import JSON_TEXT, OBJECT, STRING, Schema, any_of, list_of, record, tagged
-from radixserve.server.protocol.tools import Function, Tool, ToolChoice, ToolChoiceField, function_only, tool_call
+from radixserve.server.protocol.tools import FlatTool, ToolChoice, ToolChoiceField, tool_call
 
 # Where a chat request has what this one calls otherwise.
 FIELD_NAMES = {
@@ -113,14 +114,8 @@ _READERS: dict[str, Callable[[list[Message], Mapping[str, Any], str], None]] = {
 # ---- the request ----
 
 
-class ResponseTool(Function):
+class ResponseTool(FlatTool):
     type: Literal["function"]
-
-    _no_built_in_tools = model_validator(mode="before")(function_only)
-
-    @property
-    def for_chat(self) -> Tool:
-        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
 
 
 _FORMAT_SCHEMA = any_of(
@@ -215,18 +210,17 @@ _DELTAS: dict[Kind, str] = {
 }
 
 
+@dataclass
 class ResponsesAnswer(BlockAnswer):
     """Each block is an output item. Events are numbered."""
 
     id_prefix = "resp_"
 
-    def __init__(self, request_id: str, model: str, request: ResponsesRequest):
-        super().__init__()
-        self._request_id = request_id
-        self._model = model
-        self._request = request
-        self._created = int(time.time())
-        self._num_events = 0
+    request_id: str
+    model: str
+    request: ResponsesRequest
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _num_events: int = 0
 
     # ---- events ----
 
@@ -291,17 +285,17 @@ class ResponsesAnswer(BlockAnswer):
         return response | {"incomplete_details": {"reason": "max_output_tokens"}}
 
     def _response(self, choice: Choice | None, status: str) -> dict[str, Any]:
-        request, has_ended = self._request, status != "in_progress"
+        request, has_ended = self.request, status != "in_progress"
         sampling = choice.sampling if choice else None
         return {
-            "id": self.id_prefix + self._request_id,
+            "id": self.id_prefix + self.request_id,
             "object": "response",
             "created_at": self._created,
             "completed_at": None,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._model,
+            "model": self.model,
             "output": [self._item(block, _status(block)) for block in self._blocks] if has_ended else [],
             "usage": None,
             "instructions": request.instructions,
@@ -332,7 +326,7 @@ class ResponsesAnswer(BlockAnswer):
         return item | {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": block.text}
 
     def _item_id(self, block: Block) -> str:
-        return f"{_ID_PREFIXES[block.kind]}{self._request_id}_{block.index}"
+        return f"{_ID_PREFIXES[block.kind]}{self.request_id}_{block.index}"
 
 
 def _part(block: Block) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from radixserve.engine.text.conversation import wrong
 from radixserve.server.protocol.fields import Name, RequestModel
@@ -24,6 +24,23 @@ class Function(RequestModel):
 class Tool(RequestModel):
     type: Literal["function"]
     function: Function
+
+
+class FlatTool(Function):
+    """As APIs other than chat completions have it: without a level for the function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_built_in_tools(cls, tool: object) -> object:
+        """Refused by their name, before other fields are looked at."""
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind not in (None, "function", "custom"):
+            raise ValueError(f"built-in tool {kind!r} is not supported by this server; functions are")
+        return tool
+
+    @property
+    def for_chat(self) -> Tool:
+        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
 
 
 class ToolChoice(RequestModel):
@@ -85,11 +102,3 @@ def check_tools(tools: list[Tool], choice: ToolChoice) -> None:
 
 def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-
-
-def function_only(tool: object) -> object:
-    """Refuses built-in tools by their name, before their other fields are looked at."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if kind not in (None, "function", "custom"):
-        raise ValueError(f"built-in tool {kind!r} is not supported by this server; functions are")
-    return tool

@@ -15,7 +15,7 @@ from radixserve.engine.text.detokenizer import StopStringMatcher
 from radixserve.server.choice import Choice, Prompt
 from radixserve.server.errors import MESSAGES_PATH, blaming
 from radixserve.server.frontend import Frontend
-from radixserve.server.generation import Generation
+from radixserve.server.generation import EventStream, Generation
 from radixserve.server.output.plan import OutputPlan, chat_plan, completion_plan
 from radixserve.server.prompts import chat_ids, chat_prompt, completion_prompts, prompt_end
 from radixserve.server.protocol import messages, responses
@@ -23,7 +23,6 @@ from radixserve.server.protocol.answers import Answer
 from radixserve.server.protocol.chat import ChatAnswer, ChatRequest
 from radixserve.server.protocol.completions import CompletionAnswer, CompletionRequest
 from radixserve.server.routes.common import DirectRoute, frontend_of, json_response, offload
-from radixserve.server.sse import EventStream
 
 router = APIRouter(tags=["generation"], route_class=DirectRoute)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 from fastapi import APIRouter
@@ -36,23 +37,23 @@ _ENGINE_COUNTERS = (
 )
 
 
+@dataclass(eq=False)
 class Snapshot(Collector):
     """All metrics as of one moment. ``status``: of the engine, None when there is none. ``model``: first served name"""
 
-    def __init__(self, status: EngineStatus | None, numbers: Numbers, model: str) -> None:
-        self._status = status
-        self._numbers = numbers
-        self._model = model
+    status: EngineStatus | None
+    numbers: Numbers
+    model: str
 
     def collect(self) -> Iterator[Metric]:
-        ready = self._status is not None and self._status.phase == "ready"
+        ready = self.status is not None and self.status.phase == "ready"
         yield self._family(GaugeMetricFamily, "engine_up", "1 when the engine's model is loaded", {"": float(ready)})
-        if self._status is not None and ready:
-            yield from self._engine(self._status.stats)
+        if self.status is not None and ready:
+            yield from self._engine(self.status.stats)
         for name, (text, label) in COUNTERS.items():
-            yield self._family(CounterMetricFamily, name, text, self._numbers.counters[name], label)
+            yield self._family(CounterMetricFamily, name, text, self.numbers.counters[name], label)
         for name, (text, _) in HISTOGRAMS.items():
-            yield self._histogram(name, text, self._numbers.histograms[name])
+            yield self._histogram(name, text, self.numbers.histograms[name])
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
         total, free, evictable = stats.kv_total_tokens, stats.kv_free_tokens, stats.kv_evictable_tokens
@@ -80,14 +81,14 @@ class Snapshot(Collector):
         """``values`` by what ``label`` is; without a label there is one value."""
         family = kind(PREFIX + name, text, labels=["model_name", *([label] if label else [])])
         for what, value in values.items():
-            family.add_metric([self._model, *([what] if label else [])], value)
+            family.add_metric([self.model, *([what] if label else [])], value)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         bounds = map(floatToGoString, (*histogram.bounds, math.inf))
         buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
         family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model], buckets, histogram.total)
+        family.add_metric([self.model], buckets, histogram.total)
         return family
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,27 +17,14 @@ from radixserve.server.routes.common import DirectRoute, frontend_of, json_respo
 router = APIRouter(tags=["text"], route_class=DirectRoute)
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(ChatPromptRequest):
     """``prompt`` or ``messages``."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
-    messages: Messages | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
-
-    def as_chat(self) -> ChatPromptRequest:
-        if self.messages is None:
-            raise InvalidRequest("prompt or messages is required", param="prompt")
-        return ChatPromptRequest(
-            messages=self.messages,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+    messages: Messages = []
 
 
 class DetokenizeRequest(RequestModel):
@@ -58,8 +43,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     text = frontend.text
 
     def encode() -> list[int]:
+        if body.prompt is None and not body.messages:
+            raise InvalidRequest("prompt or messages is required", param="prompt")
         if body.prompt is None:
-            return chat_ids(text, body.as_chat())
+            return chat_ids(text, body)
         return text.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
     ids = await offload(request, encode)

@@ -48,9 +48,8 @@ def run_child(log: Path, name: str, plan: str) -> None:
 
 def run_supervisor(log: Path, plan: str, flags: list[str]) -> int:
     from radixserve.engine.errors import ConfigError
-    from radixserve.server.children import RestartPolicy
     from radixserve.server.commands.serve import parse_flags, read_config
-    from radixserve.server.supervisor import Commands, serve
+    from radixserve.server.supervisor import Commands, RestartPolicy, serve
 
     commands = Commands(
         engine=(sys.executable, __file__, str(log), "child", "engine", plan),

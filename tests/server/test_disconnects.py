@@ -125,7 +125,7 @@ def test_too_large_body_is_refused_and_the_connection_lives(service: Service) ->
 
 
 def test_quiet_streams_get_comments(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixserve.server.sse.QUIET_S", 0.05)
+    monkeypatch.setattr("radixserve.server.generation.QUIET_S", 0.05)
     monkeypatch.setattr("radixserve.server.routes.generate.FIRST_WORD_S", 0.05)
     with running_service(folder) as service:
         body = {"prompt": SILENT, "stream": True}

@@ -195,7 +195,7 @@ def test_mistakes_are_told(
 def test_a_missing_matplotlib_is_told_before_the_load(
     service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("radixserve.server.bench.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("radixserve.server.bench.report.find_spec", lambda name: None)
     first = len(service.engine.submits)
     assert main(["bench", "serve", f"--url={service.url}", "--plot=x.png"]) == 2
     assert "pip install 'radixserve[plot]'" in capsys.readouterr().err and len(service.engine.submits) == first

@@ -247,7 +247,7 @@ def test_a_client_that_leaves_ends_its_message(thinker: Service) -> None:
 
 
 def test_quiet_streams_get_pings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixserve.server.sse.QUIET_S", 0.05)
+    monkeypatch.setattr("radixserve.server.generation.QUIET_S", 0.05)
     monkeypatch.setattr("radixserve.server.routes.generate.FIRST_WORD_S", 0.05)
     with running_service(folder) as service:
         body = ask("{silent}", stream=True)

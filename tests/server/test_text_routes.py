@@ -26,6 +26,11 @@ def test_tokenize_and_render_chats_as_the_chat_route_does(http: httpx.Client) ->
     assert tokens == rendered["prompt_token_ids"]
     usage = http.post(CHAT, json={**body, "max_tokens": 1}).json()["usage"]
     assert usage["prompt_tokens"] == len(tokens) == rendered["count"]
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    with_tools = [
+        http.post(path, json={**body, "tools": [tool]}).json()["count"] for path in ("/tokenize", f"{CHAT}/render")
+    ]
+    assert with_tools[0] == with_tools[1] > len(tokens)
     closed = http.post(f"{CHAT}/render", json={**body, "add_generation_prompt": False}).json()
     assert closed["prompt"].endswith("<|im_end|>\n")
 
