@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -91,41 +91,30 @@ class LLM:
         """
         listed = _as_list(prompts)
         rules = _rules_for(len(listed), sampling_params)
-        running: dict[int, _Running] = {}
-        with Interrupts() as interrupts:
-            try:
-                for prompt, rule in zip(listed, rules, strict=True):
-                    self._submit(self._ids(prompt), rule, running)
+        with Interrupts() as interrupts, self._submitted(listed, rules, interrupts.check) as running:
+            with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
+                while self._step():
                     interrupts.check()
-                self._run(running, interrupts, show_progress)
-            finally:
-                self._leave(running)
-        return [request.completion for request in running.values()]
+                    if show_progress:
+                        bar.update(sum(bool(request.completion.finish_reason) for request in running) - bar.n)
+            return [request.completion for request in running]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt and give its text in pieces, as they come. Leaving the iteration ends the request.
 
         Other calls may be made meanwhile; they move it on, too. Raises ``InvalidRequest`` if it cannot be served.
         """
-        running: dict[int, _Running] = {}
-        num_given = 0
-        try:
-            (rules,) = _rules_for(1, sampling_params)
-            self._submit(self._ids(prompt), rules, running)
-            ((_, request),) = running.items()
-            completion = request.completion
+        with self._submitted([prompt], _rules_for(1, sampling_params)) as (request,):
+            completion, num_given = request.completion, 0
             while num_given < len(completion.text) or not completion.finish_reason:
-                if num_given < len(completion.text):
-                    piece = completion.text[num_given:]
+                if piece := completion.text[num_given:]:
                     num_given += len(piece)
                     yield piece
                     continue
                 with Interrupts():
                     self._step()
-            if completion.error is not None:
-                raise RadixServeError(completion.error)
-        finally:
-            self._leave(running)
+        if completion.error is not None:
+            raise RadixServeError(completion.error)
 
     def chat(
         self,
@@ -149,6 +138,22 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @contextmanager
+    def _submitted(
+        self, prompts: list[Prompt], rules: list[SamplingParams], check: Callable[[], None] = lambda: None
+    ) -> Iterator[list[_Running]]:
+        """Scope of requests, after which none of them goes on. ``check`` is called after each submission."""
+        running: dict[int, _Running] = {}
+        try:
+            for prompt, rule in zip(prompts, rules, strict=True):
+                self._submit(self._ids(prompt), rule, running)
+                check()
+            yield list(running.values())
+        finally:
+            for uid in running:
+                if self._open.pop(uid, None) is not None:
+                    self._scheduler.abort(_FRONTEND, uid)
+
     def _submit(self, ids: list[int], sampling: SamplingParams, running: dict[int, _Running]) -> None:
         self._num_requests += 1
         uid = self._num_requests
@@ -158,14 +163,6 @@ class LLM:
             case Rejected(message=message, code=code, param=param, status=status):
                 raise InvalidRequest(message, code=code, param=param, status=status)
         running[uid] = self._open[uid] = _Running(Completion(ids), sampling, self._text)
-
-    def _run(self, running: dict[int, _Running], interrupts: Interrupts, show_progress: bool) -> None:
-        """Step until every one of ``running`` has ended, and nothing else is left to do."""
-        with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
-            while self._step():
-                interrupts.check()
-                if show_progress:
-                    bar.update(sum(bool(request.completion.finish_reason) for request in running.values()) - bar.n)
 
     def _step(self) -> bool:
         """Advance all open requests. False: there is nothing to do."""
@@ -178,12 +175,6 @@ class LLM:
                 del self._open[event.uid]
                 self._scheduler.abort(_FRONTEND, event.uid)
         return has_work
-
-    def _leave(self, running: dict[int, _Running]) -> None:
-        """End those that have not ended."""
-        for uid in running:
-            if self._open.pop(uid, None) is not None:
-                self._scheduler.abort(_FRONTEND, uid)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
