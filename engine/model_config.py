@@ -77,6 +77,9 @@ def _spec(family: Family, config: ConfigReader) -> ModelSpec:
     head_dim = config.optional_integer("head_dim") or hidden_size // num_heads
     layers = _layers(family, config, head_dim)
     has_bias = config.flag("attention_bias")
+    activation = config.values.get("hidden_activation") or config.values.get("hidden_act") or "silu"
+    if activation not in _ACTIVATIONS:
+        raise ModelError(f"hidden_act {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     spec = ModelSpec(
         family=family.name,
         vocab_size=config.integer("vocab_size"),
@@ -91,7 +94,7 @@ def _spec(family: Family, config: ConfigReader) -> ModelSpec:
         tie_embeddings=config.flag("tie_word_embeddings"),
         qkv_bias=has_bias,
         o_bias=has_bias,
-        activation=_ACTIVATIONS[_activation(config)],
+        activation=_ACTIVATIONS[activation],
         attention_softcap=config.optional_number("attn_logit_softcapping"),
         final_softcap=config.optional_number("final_logit_softcapping"),
         bos_token_id=config.optional_integer("bos_token_id"),
@@ -116,9 +119,9 @@ def _layers(family: Family, config: ConfigReader, head_dim: int) -> tuple[LayerS
 
 def _without_idle_windows(spec: ModelSpec) -> ModelSpec:
     """A window as wide as the context hides nothing, but kernels would look at it."""
-    idle = (layer.window is not None and layer.window >= spec.max_position for layer in spec.layers)
     layers = (
-        replace(layer, window=None) if is_idle else layer for layer, is_idle in zip(spec.layers, idle, strict=True)
+        layer if layer.window is None or layer.window < spec.max_position else replace(layer, window=None)
+        for layer in spec.layers
     )
     return replace(spec, layers=tuple(layers))
 
@@ -129,13 +132,6 @@ def _max_position(declared: int, rope: RopeSpec | None) -> int:
         case DynamicScaling(factor, original) | YarnScaling(factor, original):
             return max(declared, int(factor * original))
     return declared
-
-
-def _activation(config: ConfigReader) -> str:
-    name = config.values.get("hidden_activation") or config.values.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
-        raise ModelError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    return str(name)
 
 
 def _family_of_config(config: Mapping[str, Any]) -> Family:

@@ -94,7 +94,8 @@ def _written(atom: str) -> str:
     # A range up to the last character is no help to the compiler: its masks allow then what it does not accept.
     is_open = bool(written) and written[-1][1] == _LAST_POINT
     listed = _gaps(written) if is_open else written
-    return f"[{'^' * is_open}{''.join(_range(low, high) for low, high in listed)}]"
+    ranges = (_literal(low) if low == high else f"{_literal(low)}-{_literal(high)}" for low, high in listed)
+    return f"[{'^' * is_open}{''.join(ranges)}]"
 
 
 def _points(atom: str) -> Iterator[Points]:
@@ -142,10 +143,6 @@ def _gaps(points: Iterable[Points]) -> Iterator[Points]:
         start = max(start, high + 1)
     if start <= _LAST_POINT:
         yield start, _LAST_POINT
-
-
-def _range(low: int, high: int) -> str:
-    return _literal(low) if low == high else f"{_literal(low)}-{_literal(high)}"
 
 
 def _literal(code: int) -> str:

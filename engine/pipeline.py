@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from radixserve.engine.errors import EngineLost
 from radixserve.engine.scheduler import Scheduler
-from radixserve.engine.step import Int32s, PendingStep, Runner, StepPlan, StepResult
+from radixserve.engine.step import PendingStep, Runner, StepPlan
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class StepPipeline:
         self._scheduler = scheduler
         self._runner = runner
         self._max_in_flight = 1 if overlap else 0  # when ``advance`` returns
-        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._in_flight: deque[tuple[StepPlan, PendingStep | Exception]] = deque()  # with why a launch failed
         self._on_plan = on_plan
         self._failed_on_end = 0
 
@@ -45,35 +44,33 @@ class StepPipeline:
         plan = self._scheduler.schedule()
         if plan is not None:
             self._on_plan(plan)
-            launched = self._launch(plan)
-            if plan.masked:
-                launched = self._sample(plan, launched)
-            self._in_flight.append((plan, launched))
+            self._in_flight.append((plan, self._launch(plan)))
         elif not self._in_flight:
             return False
         if plan is None or len(self._in_flight) > self._max_in_flight:
             self._complete(*self._in_flight.popleft())
         return True
 
-    def _launch(self, plan: StepPlan) -> PendingStep:
+    def _launch(self, plan: StepPlan) -> PendingStep | Exception:
+        """The step, or an error, which is reported in turn, after the steps before it. A step with masks also chooses
+        its tokens, while the device still computes it: what they may be depends on the tokens of the steps before."""
         try:
-            return self._runner.launch(plan)
-        except Exception as error:  # reported in turn, after the steps before it
-            return _FailedLaunch(error)
-
-    def _sample(self, plan: StepPlan, launched: PendingStep) -> PendingStep:
-        """Let a launched step choose its tokens, while the device still computes it: what they may be depends on the
-        tokens of the steps before it."""
-        while self._in_flight:
-            self._complete(*self._in_flight.popleft())
-        try:
-            launched.sample(self._scheduler.masks(plan))
+            launched = self._runner.launch(plan)
         except Exception as error:
-            return _FailedLaunch(error)
+            return error
+        if plan.masked:
+            while self._in_flight:
+                self._complete(*self._in_flight.popleft())
+            try:
+                launched.sample(self._scheduler.masks(plan))
+            except Exception as error:
+                return error
         return launched
 
-    def _complete(self, plan: StepPlan, pending: PendingStep) -> None:
+    def _complete(self, plan: StepPlan, pending: PendingStep | Exception) -> None:
         try:
+            if isinstance(pending, Exception):
+                raise pending
             result = pending.result()
         except Exception as error:
             self._failed_on_end += 1
@@ -84,14 +81,3 @@ class StepPipeline:
             return
         self._failed_on_end = 0
         self._scheduler.complete(plan, result)
-
-
-@dataclass(frozen=True, slots=True)
-class _FailedLaunch:
-    error: Exception
-
-    def sample(self, masks: Int32s) -> None:
-        pass
-
-    def result(self) -> StepResult:
-        raise self.error

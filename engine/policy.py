@@ -34,18 +34,10 @@ class Policy:
     prefers_cached: bool = False
 
 
-def _by_arrival(request: Request) -> Rank:
-    return (request.arrival,)
-
-
-def _by_priority(request: Request) -> Rank:
-    return (request.priority, request.arrival)
-
-
 POLICIES = {
-    "fcfs": Policy(_by_arrival),
-    "lpm": Policy(_by_arrival, prefers_cached=True),
-    "priority": Policy(_by_priority),
+    "fcfs": Policy(lambda request: (request.arrival,)),
+    "lpm": Policy(lambda request: (request.arrival,), prefers_cached=True),
+    "priority": Policy(lambda request: (request.priority, request.arrival)),
 }
 
 

@@ -58,11 +58,8 @@ class ProfiledRunner:
         self._profile.stop()
         path = self._folder / f"steps-{FIRST_STEP}-{FIRST_STEP + NUM_STEPS - 1}.json.gz"
         self._profile.export_chrome_trace(str(path))
-        spans = [
-            (event.time_range.start, event.time_range.end)
-            for event in self._profile.events() or ()
-            if event.device_type.name == "CUDA"
-        ]
+        on_device = [event.time_range for event in self._profile.events() or () if event.device_type.name == "CUDA"]
+        spans = [(time.start, time.end) for time in on_device]
         busy = f", device busy {busy_share(spans):.1%} of the time" if spans else ""
         _log.info("wrote %s: open it in chrome://tracing or ui.perfetto.dev%s", path, busy)
 

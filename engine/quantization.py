@@ -68,7 +68,8 @@ def _compressed(section: ConfigReader) -> StoredQuantization:
     if (sparsity := section.section("sparsity_config")) and sparsity.values.get("format", "dense") != "dense":
         raise _refused(section, "sparsity_config", sparsity.values.get("format"))
     groups = section.section("config_groups")
-    found = {_compressed_group(group, f"{section.source}, {name}") for name, group in _items(groups)} - {None}
+    named = groups.values.items() if groups else ()
+    found = {_compressed_group(group, f"{section.source}, {name}") for name, group in named} - {None}
     if len(found) != 1:
         raise _refused(section, "config_groups", f"with {len(found)} kinds of weights")
     quantization = found.pop()
@@ -91,10 +92,6 @@ def _compressed_group(group: Any, source: str) -> StoredQuantization | None:
             return StoredQuantization("packed", group=_group(weights))
         case kind, bits:
             raise _refused(weights, "weights", f"{kind} of {bits} bits")
-
-
-def _items(section: ConfigReader | None) -> list[tuple[str, Any]]:
-    return list(section.values.items()) if section else []
 
 
 def _block(section: ConfigReader, key: str) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ class Speller:
         data = text.encode()
         token_ids = self._encode(text)
         # Some write a space before each text, or take part of it as control tokens.
-        if self._text_of(token_ids) != data:
+        if b"".join(self._vocabulary[token_id] for token_id in token_ids if token_id < len(self._vocabulary)) != data:
             token_ids = self._longest_first(data)
         start = 0
         for count, token_id in enumerate(token_ids):
@@ -30,10 +30,6 @@ class Speller:
                 return token_ids[:count]
             start += len(self._vocabulary[token_id])
         return token_ids
-
-    def _text_of(self, token_ids: Sequence[int]) -> bytes:
-        size = len(self._vocabulary)
-        return b"".join(self._vocabulary[token_id] for token_id in token_ids if token_id < size)
 
     def _begins_longer(self, data: bytes) -> bool:
         """Whether a token begins with ``data`` and is longer."""

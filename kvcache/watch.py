@@ -126,7 +126,9 @@ class TreeWatch:
         self._ids.update({n: next(self._new_ids) for n in changed if n not in self._ids})
         nodes = [self._seen(n) for n in changed]
         counts = [(self._ids[n], n.locks, n.uses) for n in path]
-        self._add(TreeEvent(kind, self.owner, self._id(node), num_tokens, self._clock(), nodes, counts, []))
+        self._add(
+            TreeEvent(kind, self.owner, self._ids.get(node, _ROOT_ID), num_tokens, self._clock(), nodes, counts, [])
+        )
 
     def _add(self, event: TreeEvent) -> None:
         if self._anew:
@@ -182,9 +184,6 @@ class TreeWatch:
             path.append(node)
             node = node.parent
         return path[::-1]
-
-    def _id(self, node: Node) -> int:
-        return self._ids.get(node, _ROOT_ID)
 
 
 def _num_tokens(node: Node) -> int:

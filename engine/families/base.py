@@ -27,10 +27,6 @@ def upper_windows(config: ConfigReader, num_layers: int) -> Sequence[str]:
     return [SLIDING if index >= first else FULL for index in range(num_layers)]
 
 
-def unchanged(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
-    return spec
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """``hf_classes``: what ``architectures`` of a config.json may name. ``defaults``: what transformers assumes for
@@ -45,4 +41,4 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
     layer_types: Callable[[ConfigReader, int], Sequence[str]] = one_window
-    adapt: Callable[[ModelSpec, ConfigReader], ModelSpec] = unchanged
+    adapt: Callable[[ModelSpec, ConfigReader], ModelSpec] = lambda spec, config: spec

@@ -10,14 +10,6 @@ from radixserve.engine.families.base import Family, upper_windows
 from radixserve.engine.model_spec import ExpertsSpec, ModelSpec
 
 
-def _qwen2(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
-    return replace(spec, qkv_bias=True, o_bias=False)
-
-
-def _qwen3(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
-    return replace(spec, qk_norm=True)
-
-
 def _qwen3_moe(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     experts = ExpertsSpec(
         count=config.optional_integer("num_local_experts") or config.integer("num_experts"),
@@ -41,7 +33,7 @@ QWEN2 = Family(
     "qwen2",
     defaults={**_NO_WINDOW, "max_window_layers": 28},
     layer_types=upper_windows,
-    adapt=_qwen2,
+    adapt=lambda spec, config: replace(spec, qkv_bias=True, o_bias=False),
 )
 QWEN3 = Family(
     "qwen3",
@@ -49,7 +41,7 @@ QWEN3 = Family(
     "qwen3",
     defaults={**_NO_WINDOW, "max_window_layers": 28, "head_dim": 128},
     layer_types=upper_windows,
-    adapt=_qwen3,
+    adapt=lambda spec, config: replace(spec, qk_norm=True),
 )
 QWEN3_MOE = Family(
     "qwen3_moe",

@@ -44,7 +44,7 @@ class ChatTemplate:
         self.source = source
         self.tool_source = source if tool_use is None else tool_use
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
         environment.filters["tojson"] = _to_json
         self._special_tokens = dict(special_tokens)
         try:
@@ -59,7 +59,9 @@ class ChatTemplate:
         """The prompt text of normalized messages. Raises ``InvalidRequest`` with what the template says against
         them."""
         variables: dict[str, Any] = {**self._special_tokens, "documents": None}
-        variables |= _checked_kwargs(options.get("chat_template_kwargs") or {})
+        variables |= (kwargs := options.get("chat_template_kwargs") or {})
+        if taken := sorted(_RESERVED & kwargs.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not set {', '.join(taken)}", param="chat_template_kwargs")
         add_generation_prompt, tools = options.get("add_generation_prompt", True), options.get("tools") or None
         if continue_final_message := options.get("continue_final_message", False):
             if add_generation_prompt:
@@ -121,12 +123,6 @@ def template_from_gguf(
     return template_from_config({"chat_template": listed}, special_tokens, origin=origin)
 
 
-def _checked_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    if taken := sorted(_RESERVED & kwargs.keys()):
-        raise InvalidRequest(f"chat_template_kwargs must not set {', '.join(taken)}", param="chat_template_kwargs")
-    return kwargs
-
-
 def _join(pieces: Any) -> str:
     """Join the output while watching its size."""
     found, num_chars = [], 0
@@ -158,12 +154,8 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _raise_exception(message: str) -> NoReturn:
+def _refuse(message: str) -> NoReturn:
     raise _Refusal(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -46,17 +46,14 @@ class IncrementalDetokenizer:
         if self._between_chars and (piece := self._pieces.get(token_id)) is not None:
             return piece
         text = self._decode(b"" if token_id in self._skipped else self._token_bytes(token_id), final=False)
-        was_between_chars, self._between_chars = self._between_chars, self._is_between_chars()
+        held, _ = self._decoder.getstate()
+        was_between_chars, self._between_chars = self._between_chars, not held and not self._leading_spaces
         if was_between_chars and self._between_chars:
             self._pieces[token_id] = text
         return text
 
     def finish(self) -> str:
         return self._decode(b"", final=True)
-
-    def _is_between_chars(self) -> bool:
-        held, _ = self._decoder.getstate()
-        return not held and not self._leading_spaces
 
     def _decode(self, data: bytes, final: bool) -> str:
         text = self._decoder.decode(data, final)

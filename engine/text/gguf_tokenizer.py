@@ -70,18 +70,13 @@ def gguf_special_tokens(metadata: Metadata) -> dict[str, str]:
 def _byte_level(metadata: Metadata) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     pre_tokenizer = _pre_tokenizer(pre)
-    merges = [_pair(merge) for merge in _required(metadata, "merges")]
+    merges = [merge.partition(" ")[::2] for merge in _required(metadata, "merges")]
     # User-defined tokens may be written as plain text; the model knows every token in the byte alphabet.
     vocab = {_in_byte_alphabet(token): i for i, token in enumerate(_required(metadata, "tokens"))}
     tokenizer = _bpe(vocab, merges, ignore_merges=pre in _IGNORE_MERGES)
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:

@@ -86,8 +86,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(sequence, str | list | tuple) and isinstance(count, int):
                     _check_size(_own_size(sequence) * count)
-            if isinstance(left, int) and isinstance(right, int):
-                _check_number(left.bit_length() + right.bit_length())
+            is_product = isinstance(left, int) and isinstance(right, int)
+            if is_product and left.bit_length() + right.bit_length() > _MAX_NUMBER_BITS:
+                raise TemplateError("the chat template computes with too large a number")
         return _checked(super().call_binop(context, operator, left, right))
 
 
@@ -205,11 +206,6 @@ def _check_format(text: str, field: str, values: Any) -> None:
 def _check_size(num_chars: int) -> None:
     if num_chars > MAX_RENDERED_CHARS:
         raise TemplateError("the rendered chat template is too long")
-
-
-def _check_number(num_bits: int) -> None:
-    if num_bits > _MAX_NUMBER_BITS:
-        raise TemplateError("the chat template computes with too large a number")
 
 
 def _own_size(value: str | list[Any] | tuple[Any, ...]) -> int:

@@ -130,13 +130,10 @@ def _byte_decoding(decoder: Mapping[str, Any]) -> tuple[ToBytes | None, int]:
     match [step.get("type") for step in steps]:
         case ["ByteLevel"]:
             return _byte_level_bytes, 0
-        case ["Replace", "ByteFallback", "Fuse", *rest] if rest in ([], ["Strip"]) and _is_metaspace(steps[0]):
-            return _sentencepiece_bytes, steps[3]["start"] if rest else 0
+        case ["Replace", "ByteFallback", "Fuse", *rest] if rest in ([], ["Strip"]):
+            if steps[0].get("pattern") == {"String": "▁"} and steps[0].get("content") == " ":
+                return _sentencepiece_bytes, steps[3]["start"] if rest else 0
     return None, 0
-
-
-def _is_metaspace(step: Mapping[str, Any]) -> bool:
-    return step.get("pattern") == {"String": "▁"} and step.get("content") == " "
 
 
 def _byte_level_bytes(token: str) -> bytes:
