@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.quantization import StoredQuantization
 from radixserve.engine.weights import StoredTensor, expert_names
-from radixserve.kernels.quantized import GROUPS, UNIT, Form
+from radixserve.kernels.quantized import BLOCK, GROUPS, UNIT, Form
 
 # Few weights that decide much: which experts a token gets, and which token comes next.
 _KEPT = ("lm_head", "mlp.gate")
@@ -58,15 +59,17 @@ def form_of(quantization: StoredQuantization) -> Form:
     """Of the matrices of a checkpoint, without a look at them."""
     columns = quantization.group if quantization.layout != "fp8" else quantization.block and quantization.block[1]
     group = next((size for size in reversed(GROUPS) if (columns or GROUPS[-1]) % size == 0), GROUPS[0])
-    is_whole = quantization.layout == "fp8" and columns is None
-    return Form(8 if quantization.layout == "fp8" else 4, None if is_whole else group)
+    if quantization.layout != "fp8":
+        return Form(4, group)
+    is_blocked = quantization.block is not None and group == BLOCK and quantization.block[0] % BLOCK == 0
+    return Form(8, None if columns is None else group, height=BLOCK if is_blocked else 1)
 
 
 def quantize_model(model: nn.Module, form: Form) -> None:
     """Give all matrices of layers room for weights of ``form``, as far as its groups fit."""
     for path, linear in _projections(model):
         if _fits(form, linear.in_features):
-            model.set_submodule(path, QuantizedLinear(linear, form))
+            model.set_submodule(path, QuantizedLinear(linear, _of_rows(form, linear)))
     for path, experts in _experts(model):
         _quantize_experts(model, path, experts, form, form)
 
@@ -82,7 +85,7 @@ def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> 
         if form is None or not _fits(form, linear.in_features):
             continue
         if stored[names[0]].shape[1] == linear.in_features or not form.reordered:
-            model.set_submodule(path, QuantizedLinear(linear, form))
+            model.set_submodule(path, QuantizedLinear(linear, _of_rows(form, linear)))
     for path, experts in _experts(model):
         count = len(experts.down_proj)
         gate_up, down = (
@@ -106,7 +109,8 @@ def _quantize_experts(model: nn.Module, path: str, experts: Experts, gate_up: Fo
         if form.reordered or stack.shape[2] % UNIT or not _fits(form, stack.shape[2]):
             return
     if gate_up.bits == down.bits:
-        model.set_submodule(path, QuantizedExperts(experts, gate_up, down))
+        # Their kernels read the scales of each row, whatever the height of blocks.
+        model.set_submodule(path, QuantizedExperts(experts, *(replace(form, height=1) for form in (gate_up, down))))
 
 
 def _experts(model: nn.Module) -> list[tuple[str, Experts]]:
@@ -115,6 +119,12 @@ def _experts(model: nn.Module) -> list[tuple[str, Experts]]:
 
 def _fits(form: Form, columns: int) -> bool:
     return columns % (form.group or 1) == 0
+
+
+def _of_rows(form: Form, linear: Linear) -> Form:
+    """Blocks begin at multiples of their height, so all that is merged, and is a rank's, must be whole ones."""
+    rows = linear.parts.values() or [len(linear.weight)]
+    return form if not any(count % form.height for count in rows) else replace(form, height=1)
 
 
 def _projections(model: nn.Module) -> list[tuple[str, Linear]]:

@@ -16,8 +16,9 @@ from radixserve.engine.errors import ModelError
 from radixserve.engine.quantization import StoredQuantization
 from radixserve.engine.weight_packing import Index, store_rows
 from radixserve.engine.weights import Copy, StoredMatrix, StoredTensor, expert_names
-from radixserve.kernels.packing import BLOCK, WeightKind, can_pack, pack_q4
-from radixserve.kernels.quantized import FP8, GROUPS, Form, QuantizedMatrix, pack_nibbles, unpack_nibbles
+from radixserve.kernels import packing
+from radixserve.kernels.packing import WeightKind, can_pack, pack_q4
+from radixserve.kernels.quantized import BLOCK, FP8, GROUPS, Form, QuantizedMatrix, pack_nibbles, unpack_nibbles
 
 # Where in an int32 of AWQ the nibbles of eight neighbouring columns lie.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -78,6 +79,7 @@ def _fp8(path: str, parts: _Parts, block: tuple[int, int]) -> StoredTensor:
     if not is_grouped and count not in (1, rows):
         raise ModelError(f"{scale.name} is {list(scale.shape)}, which does not scale a matrix of {[rows, cols]}")
     group = math.gcd(block[1], cols, GROUPS[-1]) if is_grouped else None
+    form = Form(8, group, height=BLOCK if is_grouped and group == BLOCK and block[0] % BLOCK == 0 else 1)
 
     def read(device: torch.device) -> QuantizedMatrix:
         values, scales = _read(weight, device), _read(scale, device).float()
@@ -88,9 +90,9 @@ def _fp8(path: str, parts: _Parts, block: tuple[int, int]) -> StoredTensor:
         else:
             scales = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1] // group, 1)
             scales = scales[:, : cols // group]
-        return QuantizedMatrix(Form(8, group), values, scales)
+        return QuantizedMatrix(form, values, scales)
 
-    return _stored(path, (rows, cols), [weight, scale], StoredMatrix(Form(8, group), None, read))
+    return _stored(path, (rows, cols), [weight, scale], StoredMatrix(form, None, read))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def _pack(matrix: StoredMatrix, place: Tensor) -> None:
     for first in range(0, len(place), _PACK_ROWS):
         part = whole.rows(first, min(_PACK_ROWS, len(place) - first))
         assert part.zeros is not None
-        blocks = unpack_nibbles(part.values).view(len(part.scales), -1, BLOCK)
+        blocks = unpack_nibbles(part.values).view(len(part.scales), -1, packing.BLOCK)
         repeats = blocks.shape[1] // part.scales.shape[1]
         d, m = (each.half().numpy().repeat(repeats, 1) for each in (part.scales, -part.zeros * part.scales))
         store_rows(torch.from_numpy(np.ascontiguousarray(pack_q4(blocks.numpy(), d, m))), place, first)

@@ -21,7 +21,7 @@ from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.weight_packing import Index, columns, fits_shape, is_packed, store_packed
 from radixserve.kernels.packing import WeightKind, kind_of
-from radixserve.kernels.quantized import Form, QuantizedMatrix, quantize
+from radixserve.kernels.quantized import BLOCK, Form, QuantizedMatrix, quantize
 
 Place = Tensor | QuantizedMatrix
 Copy = Callable[[Tensor, Tensor], object]
@@ -187,7 +187,7 @@ def _fill_randomly(module: nn.Module, storage: Place, generator: torch.Generator
 
     if isinstance(storage, QuantizedMatrix):
         rows, cols = storage.shape
-        step = max(1, _QUANTIZED_ELEMENTS // cols)
+        step = BLOCK * max(1, _QUANTIZED_ELEMENTS // cols // BLOCK)  # blocks of rows that share scales stay whole
         for first in range(0, rows, step):
             part = draw(min(step, rows - first), cols)
             storage.rows(first, len(part)).copy_(quantize(part, storage.form))

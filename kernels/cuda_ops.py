@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton_quantized
+from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton_quantized, triton_scaled
 from radixserve.kernels.interface import HeadPlaces, Norm, RankSums, Weight, norm_of_stream
 from radixserve.kernels.quantized import Product, QuantizedMatrix, Stack, choose_product
 from radixserve.kernels.torch_ops import TorchOps
@@ -75,7 +75,7 @@ class CudaOps(TorchOps):
             case Product.NARROW:
                 return triton_quantized.narrow_linear(y, weight, bias, self._pdl)
             case Product.SCALED:
-                return triton_quantized.scaled_linear(y, weight, bias, self._pdl)
+                return triton_scaled.scaled_linear(y, weight, bias, self._pdl)
             case Product.WIDE:
                 return self._product(y, triton_quantized.dequantize(weight, y.dtype), bias)
 

@@ -14,22 +14,23 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 UNIT = 32  # columns of 4 bits that lie together
 GROUPS = (32, 64, 128)  # columns that may share a scale, if not a whole row does
+BLOCK = 128  # rows and columns of e4m3 that share a scale, where they are multiplied with e4m3
 
 SMALLEST_SCALE = 1e-12  # of rows that are all zero
-# Tokens of a product up to which weights are widened on the way: where e4m3 cannot be multiplied as it is, and where it
-# can or where there are integers.
-_MOST_NARROW_E4M3, _MOST_NARROW = 64, 16
-_MOST_SCALED_BY_GROUP = 512
+# Tokens of a product up to which weights are widened on the way: where e4m3 can be multiplied as it is, and where not.
+_MOST_NARROW_OF_SCALED, _MOST_NARROW = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """``bits`` of a weight, 8 (e4m3) or 4, and how many columns of a row share a scale, one of ``GROUPS``; None: all of
-    them, for 8 bits only. ``reordered``: the columns do not lie in their own order."""
+    them, for 8 bits only. ``reordered``: the columns do not lie in their own order. ``height``: so many rows, from a
+    multiple of it on, have the same scales."""
 
     bits: int
     group: int | None
     reordered: bool = False
+    height: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class QuantizedMatrix:
         return replace(self, values=values, scales=self.scales.narrow(1, first // group, count // group), zeros=zeros)
 
     def copy_(self, other: QuantizedMatrix) -> None:
-        """Take over the contents of a matrix of the same form."""
-        assert self.form == other.form
+        """Take over the contents of a matrix of the same form, or of one whose scales are those of more rows."""
+        assert replace(other.form, height=self.form.height) == self.form and not other.form.height % self.form.height
         for name in ("values", "scales", "zeros", "order"):
             place: Tensor | None = getattr(self, name)
             if place is not None:
@@ -124,6 +125,8 @@ def quantize(values: Tensor, form: Form) -> QuantizedMatrix:
     rows, cols = values.shape
     groups = values.float().view(rows, -1, form.group or cols)
     largest = groups.abs().amax(2).clamp_min(SMALLEST_SCALE)
+    if form.height > 1:
+        largest = torch.cat([each.amax(0, keepdim=True).expand_as(each) for each in largest.split(form.height)])
     if form.bits == 8:
         scales = largest / FP8_MAX
         rounded = (groups / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)  # some casts make larger ones NaN
@@ -145,15 +148,14 @@ class Product(Enum):
 
 def choose_product(num_tokens: int, form: Form, shape: tuple[int, int], *, has_scaled: bool) -> Product:
     """``shape``: of the matrix; ``has_scaled``: whether the device multiplies e4m3, and its library does so with scales
-    of rows. As measured on an H200, the narrow ones before they widened to fp16."""
+    of rows."""
     if num_tokens == 1 and shape[1] % 32 == 0:  # 16 bytes of a row are aligned, and have a scale in common
         return Product.VECTOR
     by_row = form == Form(8, None) and not any(size % 16 for size in shape)
-    is_scaled = has_scaled and (by_row or form == Form(8, 128))
-    most_narrow = _MOST_NARROW_E4M3 if form.bits == 8 and not is_scaled else _MOST_NARROW
-    if num_tokens <= most_narrow and shape[1] % 16 == 0:
+    is_scaled = has_scaled and (by_row or form == Form(8, BLOCK, height=BLOCK))
+    if num_tokens <= (_MOST_NARROW_OF_SCALED if is_scaled else _MOST_NARROW) and shape[1] % 16 == 0:
         return Product.NARROW
-    return Product.SCALED if is_scaled and (by_row or num_tokens <= _MOST_SCALED_BY_GROUP) else Product.WIDE
+    return Product.SCALED if is_scaled else Product.WIDE
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Nothing here asks the device for a number, and all shapes follow from the number
 A *pair* is a token with one of its experts. The pairs of an expert stand together, cut into blocks of some rows; a
 program multiplies a block with some of the expert's columns (the grouped product of MegaBlocks, Gale et al. 2022, and
 of vLLM). Up to ``_FEW_TOKENS`` tokens need no sorting: a block is an expert, and its rows are all tokens, of which
-those count that go there. The answers of a token's experts are left apart, in the order of its choice, for the norm
+those count that go there; so few tokens that hardly two go to the same expert are multiplied pair by pair instead
+(``triton_quantized_vector``). The answers of a token's experts are left apart, in the order of its choice, for the norm
 that follows to sum up; so results do not depend on timing.
 
 Quantized weights are widened on the way, which costs little where reading them is what takes the time. With more rows
@@ -22,10 +23,12 @@ from torch import Tensor
 from radixserve.kernels import triton_experts_kernels as kernels
 from radixserve.kernels.quantized import UNIT, QuantizedMatrix, Stack
 from radixserve.kernels.triton_linear import Tile
-from radixserve.kernels.triton_quantized import round_tokens
+from radixserve.kernels.triton_quantized_vector import vector_experts
+from radixserve.kernels.triton_scaled import round_tokens
 
 # Up to so many need no sorting. 16 could go without it, the rows of the smallest tensor-core product.
-_FEW_TOKENS, _FEW_NARROW_TOKENS = 8, 2
+_FEW_TOKENS = 8
+_MOST_BY_PAIR = 2
 _LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have
 _TABLE = 4096  # rows times experts that a program of the routing holds
 _LONGEST_PREFETCH = 8192  # of a row of weights, in bytes
@@ -34,13 +37,18 @@ _LONGEST_PREFETCH = 8192  # of a row of weights, in bytes
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Of both products; their rows are the same. ``group``: blocks of rows that walk together over the columns.
-    ``sorts``: tokens may be more than rows, so their pairs are sorted. ``scaled``: rows are rounded to e4m3."""
+    ``sorts``: tokens may be more than rows, so their pairs are sorted. ``scaled``: rows are rounded to e4m3.
+    ``by_pair``: there are no tiles, as each pair is multiplied by itself."""
 
     gate_up: Tile
     down: Tile
     group: int = 1
     sorts: bool = True
     scaled: bool = False
+    by_pair: bool = False
+
+
+_BY_PAIR = Tiles(Tile(1, 1, 1, 1, 4), Tile(1, 1, 1, 1, 4), sorts=False, by_pair=True)
 
 
 def choose_tiles(
@@ -49,8 +57,10 @@ def choose_tiles(
     """By the pairs of an expert, as measured on an H200 with the shape of Qwen3-30B-A3B. ``shared_bytes``: of a
     multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the device multiplies e4m3."""
     share = num_tokens * per_token / num_experts
+    if num_tokens <= _MOST_BY_PAIR:
+        return _BY_PAIR
     if bits < 16:
-        return _narrow_tiles(num_tokens, share, scaled=has_scaled and bits == 8)
+        return _narrow_tiles(share, scaled=has_scaled and bits == 8)
     if num_tokens <= _FEW_TOKENS:
         return Tiles(Tile(16, 8, 512, 3, 2), Tile(16, 16, 256, 3, 2), sorts=False)
     if share <= 128 or shared_bytes < _LARGE_TILE_BYTES:
@@ -58,11 +68,9 @@ def choose_tiles(
     return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8), group=8)
 
 
-def _narrow_tiles(num_tokens: int, share: float, *, scaled: bool) -> Tiles:
+def _narrow_tiles(share: float, *, scaled: bool) -> Tiles:
     """Of quantized weights: a group deep."""
-    if num_tokens <= _FEW_NARROW_TOKENS:
-        return Tiles(Tile(16, 16, 128, 6, 2), Tile(16, 16, 128, 5, 2), sorts=False)
-    if share <= (1 if scaled else 8):
+    if share <= 8 and not scaled:
         return Tiles(Tile(16, 32, 128, 5, 4), Tile(16, 64, 128, 4, 4))
     if share <= 24 and not scaled:
         return Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))
@@ -150,6 +158,11 @@ def experts(
     pdl: bool = True,
 ) -> Tensor:
     """Weighted answers [k, T, H], whose sum over k is the mixture's; those of tokens of nobody are anything."""
+    if tiles.by_pair:
+        places = (routing.num_experts, routing.chosen, routing.weights)
+        return vector_experts(
+            vector_experts(x, gate_up, *places, gated=True, pdl=pdl), down, *places, gated=False, pdl=pdl
+        )
     num_tokens, hidden = x.shape
     per_token, inner_size = routing.chosen.shape[1], down.shape[-1]
     inner = x.new_empty(num_tokens * per_token, inner_size)

@@ -1,9 +1,13 @@
-"""Products of matrices of 8 and 4 bits a weight on CUDA, see ``quantized.py`` for how they lie.
+"""Products of some tokens with matrices of 8 and 4 bits a weight on CUDA, see ``quantized.py`` for how they lie.
 
-Few tokens: ``narrow_linear`` reads the narrow weights and multiplies them with activations of 16 bits on tensor cores;
-what a weight stands for without its scale is exact in fp16, and scales come to the sums of each group.
-``scaled_linear`` rounds tokens to e4m3, with a scale for each or for each of its groups, and multiplies on the units
-for that. Many: ``dequantize`` writes the matrix out. One token: ``triton_quantized_vector``.
+``narrow_linear`` reads the narrow weights, and multiplies what they stand for without their scale, which is exact in
+fp16, with activations of 16 bits; scales come to the sums of each group. The weights are the left factor of the tensor
+cores, which take it from registers, where it has been widened two words of 16 bits at a time (the arithmetic is that of
+Kim et al. 2022, "Who Says Elephants Can't Run", and of Marlin, Frantar et al. 2024); a word holds columns that do not
+lie beside each other, so tokens are written in that order when they are rounded. Matrices of few rows are cut along
+the inner dimension; the block that comes last to a tile adds up the parts, in their order.
+
+``dequantize`` writes the matrix out. One token: ``triton_quantized_vector``; activations of 8 bits: ``triton_scaled``.
 """
 
 from __future__ import annotations
@@ -14,137 +18,185 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, UNIT, QuantizedMatrix
+from radixserve.kernels.quantized import SMALLEST_SCALE, UNIT, QuantizedMatrix
 from radixserve.kernels.triton_linear import Tile
 
 _HALF_UNIT = UNIT // 2
 _LARGEST_FP16 = 32768.0
+_DEPTHS = (128, 64, 32, 16)  # columns of a step, if there are no groups
+# Programs that keep an H200 busy, and steps along the inner dimension that are worth a program.
+_PROGRAMS, _MIN_STEPS = 384, 4
+_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no instructions
+
+
+@triton.jit
+def _widen(word, zero, BITS: tl.constexpr):
+    """int16 [rows, words] to fp16 [rows, words * 16 / BITS]: first the lowest bits of all words. ``zero``: fp16
+    [rows, 1], of 4 bits."""
+    rows: tl.constexpr = word.shape[0]
+    words: tl.constexpr = word.shape[1]
+    if BITS == 8:
+        low, high = _widen_bytes(word)
+        weight = tl.permute(tl.join(low, high), (0, 2, 1))
+    else:
+        # Below 2,048 fp16 holds integers; the second and fourth nibbles are 16 times what they mean.
+        first, second, third, fourth = _widen_nibbles(word)
+        even = tl.join(first - (zero + 1024.0), third - (zero + 1024.0))
+        odd = tl.join(second * 0.0625 - (zero + 64.0), fourth * 0.0625 - (zero + 64.0))
+        weight = tl.permute(tl.join(even, odd), (0, 2, 3, 1))
+    return tl.reshape(weight, [rows, words * 16 // BITS])
+
+
+@triton.jit
+def _widen_bytes(word):
+    """The two e4m3 of a word."""
+    if _COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 both; .reg .b16 low, high;
+            prmt.b32 both, $2, 0, 0x3120; mov.b32 {low, high}, both;
+            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
+            "=r,=r,r", [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = word.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = (word >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return low, high
+
+
+@triton.jit
+def _widen_nibbles(word):
+    """The four nibbles n of a word, as 1024 + n, 1024 + 16 n, and so on: bits of a number whose last one means 1."""
+    if _COMPILED:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high; mov.b32 low, $4; shr.u32 high, $4, 8;
+            lop3.b32 $0, low, 0x000f000f, 0x64006400, 0xea; lop3.b32 $1, low, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 $2, high, 0x000f000f, 0x64006400, 0xea; lop3.b32 $3, high, 0x00f000f0, 0x64006400, 0xea; }""",
+            "=r,=r,=r,=r,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        first, second = (word & 15) + 1024.0, (word & 240) + 1024.0
+        third, fourth = (word >> 8 & 15) + 1024.0, (word >> 8 & 240) + 1024.0
+    return first.to(tl.float16), second.to(tl.float16), third.to(tl.float16), fourth.to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
-    x_ptr,  # fp16 [M, K]
+    x_ptr,  # fp16 [M, K], the columns of each DEPTH in the order of ``_widen``
     x_scale_ptr,  # fp32 [M]
-    weight_ptr,  # e4m3 [N, K] or int8 [N, K / 2]
+    weight_ptr,  # int16 [N, K * BITS / 16]
     scale_ptr,  # fp32 [N, groups]
     zero_ptr,  # int8 [N, groups], of 4 bits
     bias_ptr,  # [N] if BIAS
     out_ptr,  # [M, N]
+    part_ptr,  # fp32 [tiles, PARTS, BLOCK_N * BLOCK_M] if PARTS > 1
+    arrived_ptr,  # int32 [tiles], all zero
     M,
     N,
     K,  # a multiple of DEPTH
     BITS: tl.constexpr,
     GROUPED: tl.constexpr,  # groups are of DEPTH columns; else there is one for each row
-    HALF: tl.constexpr,  # columns of 4 bits that lie beside each other
     DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    words: tl.constexpr = DEPTH * BITS // 16
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    lane = tl.arange(0, DEPTH * BITS // 8)
-    column = lane if BITS == 8 else lane // HALF * (2 * HALF) + lane % HALF
-    there = m < M
-    x_ptrs = x_ptr + m[:, None] * K + column[None, :]
-    weight_ptrs = weight_ptr + row[:, None] * (K * BITS // 8) + lane[None, :]
-    groups = K // DEPTH if GROUPED else 1
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    for start in tl.range(0, K, DEPTH, num_stages=STAGES):
-        weight = tl.load(weight_ptrs + start * BITS // 8)
-        x = tl.load(x_ptrs + start, mask=there[:, None], other=0.0)
-        if BITS == 8:
-            part = tl.dot(x, tl.trans(weight.to(x.dtype)))
-        else:
-            zero = tl.load(zero_ptr + row * groups + start // DEPTH)[:, None]
-            part = tl.dot(x, tl.trans(((weight & 15) - zero).to(x.dtype)))
-            high = (((weight >> 4) & 15) - zero).to(x.dtype)
-            x = tl.load(x_ptrs + start + HALF, mask=there[:, None], other=0.0)
-            part = tl.dot(x, tl.trans(high), part)
-        acc += part * tl.load(scale_ptr + row * groups + start // DEPTH)[None, :] if GROUPED else part
-    if not GROUPED:
-        acc *= tl.load(scale_ptr + row)[None, :]
-    acc *= tl.load(x_scale_ptr + m, mask=there, other=0.0)[:, None]
-    if BIAS:
-        acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-    inside = there[:, None] & (n < N)[None, :]
-    tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _scaled_matmul(
-    x_ptr,  # e4m3 [T, K]
-    x_scale_ptr,  # fp32 [T, K / DEPTH]
-    weight_ptr,  # e4m3 [N, K]
-    scale_ptr,  # fp32 [N, K / DEPTH]
-    bias_ptr,  # [N] if BIAS
-    out_ptr,  # [T, N]
-    T,
-    N,
-    K,  # a multiple of DEPTH
-    DEPTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The weights are the left factor, as that has 64 rows at least; the right one may be as narrow as 16 tokens."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    row, token, there = tl.minimum(n, N - 1).to(tl.int64), t.to(tl.int64), t < T
-    k = tl.arange(0, DEPTH)
-    weight_ptrs = weight_ptr + row[:, None] * K + k[None, :]
-    x_ptrs = x_ptr + token[:, None] * K + k[None, :]
+    row, there = tl.minimum(n, N - 1), m < M
     groups = K // DEPTH
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    steps = tl.cdiv(groups, PARTS)
+    first = tl.program_id(2) * steps
+    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (groups * words) + tl.arange(0, words)[None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * K + tl.arange(0, DEPTH)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    for group in tl.range(0, groups, num_stages=STAGES):
-        weight = tl.load(weight_ptrs + group * DEPTH)
+    spot = row * (groups if GROUPED else 1)
+    # Scales and zeros are loaded a step ahead: the products wait for nothing but their factors.
+    scale = tl.load(scale_ptr + spot + (tl.minimum(first, groups - 1) if GROUPED else 0))
+    zero = tl.load(zero_ptr + spot + tl.minimum(first, groups - 1)) if BITS == 4 else scale
+    for group in range(first, tl.minimum(first + steps, groups)):
+        word = tl.load(weight_ptrs + group * words)
         x = tl.load(x_ptrs + group * DEPTH, mask=there[:, None], other=0.0)
-        scale = tl.load(scale_ptr + row * groups + group)
-        x_scale = tl.load(x_scale_ptr + token * groups + group, mask=there, other=0.0)
-        acc += tl.dot(weight, tl.trans(x)) * scale[:, None] * x_scale[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-    inside = there[:, None] & (n < N)[None, :]
-    spot = t[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(out_ptr + spot, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside)
+        weight = _widen(word, zero.to(tl.float16)[:, None], BITS)
+        if GROUPED:
+            after = spot + tl.minimum(group + 1, groups - 1)
+            next_scale = tl.load(scale_ptr + after)
+            zero = tl.load(zero_ptr + after) if BITS == 4 else next_scale
+            acc += tl.dot(weight, tl.trans(x)) * scale[:, None]
+            scale = next_scale
+        else:
+            acc = tl.dot(weight, tl.trans(x), acc)
+    if not GROUPED:
+        acc *= scale[:, None]
+    inside, is_last = there[None, :] & (n < N)[:, None], True
+    if PARTS > 1:
+        acc, is_last = _add_parts(acc, part_ptr, arrived_ptr, PARTS)
+    if is_last:
+        acc *= tl.load(x_scale_ptr + m, mask=there, other=0.0)[None, :]
+        if BIAS:
+            acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+        out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_parts(acc, part_ptr, arrived_ptr, PARTS: tl.constexpr):
+    """Leave this program's part. Returns the sum of all, and whether they have all been left; if not, the sum is
+    anything."""
+    rows: tl.constexpr = acc.shape[0]
+    columns: tl.constexpr = acc.shape[1]
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    at = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
+    part_ptrs = part_ptr + tile.to(tl.int64) * (PARTS * rows * columns) + at
+    tl.store(part_ptrs + tl.program_id(2) * (rows * columns), acc)
+    # All threads' stores come before the release that tells the others about them.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == PARTS - 1
+    if is_last:
+        acc = tl.zeros([rows, columns], tl.float32)
+        for part in tl.static_range(PARTS):
+            acc += tl.load(part_ptrs + part * (rows * columns), cache_modifier=".cg")
+    return acc, is_last
 
 
 @triton.jit
 def _round_tokens(
     x_ptr,  # [T, SIZE]
-    out_ptr,  # e4m3 or fp16, as x
-    scale_ptr,  # fp32 [T, SIZE / GROUP]
+    out_ptr,  # fp16 [T, SIZE], the columns of each DEPTH in the order of ``_widen``
+    scale_ptr,  # fp32 [T]
+    arrived_ptr,  # int32 [tiles]: zeroed
+    tiles,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two, as BLOCK: GROUPS groups of BLOCK columns, or what there is of them
     BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HALF: tl.constexpr,  # columns of 4 bits that lie beside each other
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    token, group, at = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS), tl.arange(0, BLOCK)
-    there = group < SIZE // GROUP
-    spot = token * SIZE + group[:, None] * GROUP + at[None, :]
-    inside = there[:, None] & (at < GROUP)[None, :]
-    x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 1) / LARGEST, SMALLEST)
-    rounded = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
-    tl.store(out_ptr + spot, rounded.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + token * (SIZE // GROUP) + group, scale, mask=there)
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    words: tl.constexpr = DEPTH * BITS // 16
+    nth, word = at % DEPTH // words, at % words
+    if BITS == 8:
+        column = 2 * word + nth
+    else:
+        column = 2 * word // HALF * (2 * HALF) + 2 * word % HALF + nth // 2 + nth % 2 * HALF
+    x = tl.load(x_ptr + token * SIZE + at // DEPTH * DEPTH + column, mask=at < SIZE, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, SMALLEST)
+    tl.store(out_ptr + token * SIZE + at, (x / scale).to(tl.float16), mask=at < SIZE)
+    tl.store(scale_ptr + token, scale)
+    if token == 0:
+        for start in range(0, tiles, BLOCK):
+            tl.store(arrived_ptr + start + at, 0, mask=start + at < tiles)
 
 
 @triton.jit
@@ -174,115 +226,80 @@ def _dequantize(
 
 
 def narrow_linear(
-    x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool, tile: Tile | None = None
+    x: Tensor,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    pdl: bool,
+    tile: Tile | None = None,
+    parts: int | None = None,
 ) -> Tensor:
-    """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]."""
+    """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]. Tile: of matrix and
+    tokens; ``parts``: along K."""
     (m, k), n, form = x.shape, matrix.shape[0], matrix.form
-    out = x.new_empty(m, n)
-    rows, columns, depth, stages, warps = tile or _narrow_tile(m, n)
-    depth = form.group or next(size for size in (512, 256, 128, 64, 32, 16) if k % size == 0 and size <= depth)
-    x, x_scales = round_tokens(x, None, pdl, torch.float16)  # what e4m3 and integers become in the fewest instructions
-    _matmul[(triton.cdiv(m, rows), triton.cdiv(n, columns))](
+    tile = tile or _narrow_tile(m, form.bits)
+    depth = form.group or next(size for size in _DEPTHS if k % size == 0)
+    tiles = triton.cdiv(m, tile.columns), triton.cdiv(n, tile.rows)
+    parts = parts or _num_parts(tiles[0] * tiles[1], k // depth)
+    narrow, scales = torch.empty_like(x, dtype=torch.float16), x.new_empty(m, dtype=torch.float32)
+    arrived = x.new_empty(tiles[0] * tiles[1], dtype=torch.int32)
+    block = triton.next_power_of_2(k)
+    _round_tokens[(m,)](
         x,
-        x_scales,
-        matrix.values,
+        narrow,
+        scales,
+        arrived,
+        len(arrived),
+        LARGEST=_LARGEST_FP16,
+        SMALLEST=SMALLEST_SCALE,
+        SIZE=k,
+        BLOCK=block,
+        BITS=form.bits,
+        DEPTH=depth,
+        HALF=_HALF_UNIT,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=pdl,
+    )
+    out = x.new_empty(m, n)
+    sums = scales.new_empty(len(arrived) * parts * tile.rows * tile.columns if parts > 1 else 1)
+    _matmul[(*tiles, parts)](
+        narrow,
+        scales,
+        matrix.values.view(torch.int16),
         matrix.scales,
         matrix.scales if matrix.zeros is None else matrix.zeros,
         x if bias is None else bias,
         out,
+        sums,
+        arrived,
         m,
         n,
         k,
         BITS=form.bits,
         GROUPED=form.group is not None,
-        HALF=_HALF_UNIT,
         DEPTH=depth,
-        BLOCK_M=rows,
-        BLOCK_N=columns,
-        STAGES=stages,
-        BIAS=bias is not None,
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
-    return out
-
-
-def _narrow_tile(tokens: int, out_features: int) -> Tile:
-    """Estimated, not measured."""
-    if tokens <= 16:
-        return Tile(16, 16 if out_features < 8192 else 32, 256, 4, 4)
-    return Tile(32, 32, 256, 4, 4) if tokens <= 32 else Tile(64, 64, 128, 4, 4)
-
-
-def scaled_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool) -> Tensor:
-    """As ``narrow_linear``, for e4m3; x is rounded to e4m3 with a scale for each token or, where the matrix has groups,
-    for each group of its columns."""
-    narrow, scales = round_tokens(x, matrix.form.group, pdl)
-    if matrix.form.group is not None:
-        return multiply_scaled(narrow, scales, matrix, bias, x.dtype, pdl)
-    product = torch._scaled_mm(narrow, matrix.values.t(), scales, matrix.scales.t(), out_dtype=x.dtype)
-    return product if bias is None else product.add_(bias)
-
-
-def multiply_scaled(
-    x: Tensor, scales: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, pdl: bool
-) -> Tensor:
-    """x e4m3 [T, K], its ``scales`` [T, K / group] for the groups of ``matrix`` [N, K], @ matrix.T (+ bias): [T, N]."""
-    (t, k), n, group = x.shape, matrix.shape[0], matrix.form.group
-    out = torch.empty(t, n, dtype=dtype, device=x.device)
-    tile = _scaled_tile(t)
-    _scaled_matmul[(triton.cdiv(n, tile.columns), triton.cdiv(t, tile.rows))](
-        x,
-        scales,
-        matrix.values,
-        matrix.scales,
-        x if bias is None else bias,
-        out,
-        t,
-        n,
-        k,
-        DEPTH=group,
-        BLOCK_N=tile.columns,
-        BLOCK_T=tile.rows,
-        STAGES=tile.stages,
+        BLOCK_M=tile.columns,
+        BLOCK_N=tile.rows,
+        PARTS=parts,
         BIAS=bias is not None,
         PDL=pdl,
         num_warps=tile.warps,
+        num_stages=tile.stages,
         launch_pdl=pdl,
     )
     return out
 
 
-def _scaled_tile(tokens: int) -> Tile:
-    """The only ones that were measured; from 64 tokens on they lose to bf16 weights."""
-    if tokens <= 64:
-        return Tile(max(16, triton.next_power_of_2(tokens)), 64, 128, 4, 4)
-    return Tile(64, 128, 128, 4, 4) if tokens <= 128 else Tile(128, 128, 128, 4, 8)
+def _narrow_tile(tokens: int, bits: int) -> Tile:
+    """Rows of weights, and columns that are tokens."""
+    columns = min(64, max(16, triton.next_power_of_2(tokens)))
+    return Tile(128 if bits == 4 else 64, columns, 128, 4, 4)
 
 
-def round_tokens(x: Tensor, group: int | None, pdl: bool, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
-    """x [T, K] in e4m3 or fp16, and the scale of each ``group`` columns of a token, or of all: fp32 [T, K / group]."""
-    tokens, size = x.shape
-    group = group or size
-    narrow = torch.empty_like(x, dtype=dtype)
-    scales = torch.empty(tokens, size // group, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
-    _round_tokens[(tokens,)](
-        x,
-        narrow,
-        scales,
-        LARGEST=FP8_MAX if dtype == FP8 else _LARGEST_FP16,
-        SMALLEST=SMALLEST_SCALE,
-        SIZE=size,
-        GROUP=group,
-        GROUPS=triton.next_power_of_2(size // group),
-        BLOCK=triton.next_power_of_2(group),
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
-        launch_pdl=pdl,
-    )
-    return narrow, scales
+def _num_parts(tiles: int, steps: int) -> int:
+    """So that there are about ``_PROGRAMS``, as long as each has something to do."""
+    parts: int = max(1, min(_PROGRAMS // tiles, steps // _MIN_STEPS))
+    return 1 << (parts.bit_length() - 1)
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 """Quantized checkpoints compute what their weights stand for, and stay as small as they are."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.build import build_engine
-from radixserve.engine.decoder import Decoder
+from radixserve.engine.decoder import Decoder, create_model
 from radixserve.engine.errors import ConfigError, ModelError
+from radixserve.engine.layers.linear import MatrixStorage
 from radixserve.engine.llm import LLM
 from radixserve.engine.load_model import load_model
 from radixserve.engine.model_config import load_spec, spec_from_config
 from radixserve.engine.model_files import resolve_model
-from radixserve.engine.quantized_model import check_fp8
+from radixserve.engine.quantized_model import check_fp8, form_of, quantize_model
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.sharding import Shard
+from radixserve.engine.weights import fill_random
 from radixserve.kernels.packing import WeightKind, kind_of
 from radixserve.kernels.quantized import QuantizedMatrix
 from radixserve.kernels.select import BackendUnavailable, select_native
@@ -221,6 +224,28 @@ def test_random_weights_are_quantized(variant: str, config: dict[str, Any] | Non
     assert f"in {kind} and float32 (" in description(tmp_path, **options)
     found = logprobs(tmp_path, **options)
     assert found.isfinite().all() and found.std() > 1e-4
+
+
+def test_blocks_share_scales_where_merged_matrices_are_whole_ones() -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 256,
+        "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+        "quantization_config": {**FP8, "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    spec = spec_from_config(config)
+    assert spec.quantization is not None
+    narrow = partial(quantize_model, form=form_of(spec.quantization))
+    model = create_model(spec, torch.float32, torch.device("cpu"), 1, narrow)
+    forms = {
+        path.rpartition(".")[2]: m.matrix.form for path, m in model.named_modules() if isinstance(m, MatrixStorage)
+    }
+    assert {name: form.height for name, form in forms.items()} == {
+        "qkv_proj": 1, "o_proj": 128, "gate_up_proj": 128, "down_proj": 128,
+    }  # fmt: skip
+    fill_random(model, 0)
+    scales = next(m for path, m in model.named_modules() if path.endswith("gate_up_proj")).matrix.scales
+    assert all((block == block[0]).all() for block in scales.split(128)) and scales.unique().numel() > 4
 
 
 def test_quantization_that_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:

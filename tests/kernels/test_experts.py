@@ -167,11 +167,11 @@ def test_columns_of_quantized_experts_need_not_fill_a_tile(form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS[:3], ids=str)
 def test_with_many_rows_an_expert_they_are_rounded_to_e4m3_too(form: Form) -> None:
     from radixserve.kernels.triton_experts import choose_tiles
-    from radixserve.kernels.triton_quantized import round_tokens
+    from radixserve.kernels.triton_scaled import round_tokens
 
     def rounded(rows: Tensor) -> Tensor:
         narrow, scales = round_tokens(rows, None, pdl=not INTERPRETED)
-        return (narrow.float() * scales).to(DTYPE)
+        return (narrow.float() * scales.T).to(DTYPE)
 
     mixture, x = Mixture(2, 256, 128, favourite=1), randn(75, 256)
     stacks, slots = mixture.quantized(form), torch.arange(75, device=DEVICE)

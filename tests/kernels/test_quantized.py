@@ -32,6 +32,7 @@ TOLERANCE = 1e-2 if DEVICE.type == "cuda" else 1e-5
 ROUNDING = max(TOLERANCE, 1e-3)  # of activations to 16 bits, which some kernels ask for
 triton_test = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("default")
 FORMS = [Form(8, None), Form(8, 128), Form(8, 32), Form(4, 32), Form(4, 64), Form(4, 128)]
+BLOCKS = Form(8, 128, height=128)
 
 
 def randn(*shape: int) -> Tensor:
@@ -80,29 +81,26 @@ def test_columns_in_another_order_are_multiplied_with_their_own_inputs() -> None
 
 
 def test_the_product_is_chosen_by_tokens_and_form() -> None:
-    by_row, by_group, shape = Form(8, None), Form(8, 128), (4096, 1024)
-    for form in (*FORMS, by_row):
-        assert choose_product(1, form, shape, has_scaled=True) == Product.VECTOR
-    assert choose_product(1, by_row, (4096, 1000), has_scaled=False) == Product.WIDE
-    assert choose_product(17, by_row, shape, has_scaled=True) == Product.SCALED
-    assert choose_product(16, by_row, shape, has_scaled=True) == Product.NARROW
-    assert choose_product(17, by_row, shape, has_scaled=False) == Product.NARROW
-    assert choose_product(2048, by_row, shape, has_scaled=False) == Product.WIDE
-    assert choose_product(2048, by_row, (4096, 1000), has_scaled=True) == Product.WIDE
-    assert choose_product(16, by_group, shape, has_scaled=True) == Product.NARROW
-    assert choose_product(100, by_group, shape, has_scaled=False) == Product.WIDE
-    assert choose_product(100, by_group, shape, has_scaled=True) == Product.SCALED
-    assert choose_product(8192, by_group, shape, has_scaled=True) == Product.WIDE
-    assert choose_product(16, Form(4, 128), shape, has_scaled=True) == Product.NARROW
-    assert choose_product(17, Form(4, 128), shape, has_scaled=True) == Product.WIDE
+    def chosen(tokens: int, form: Form, cols: int = 1024, *, has_scaled: bool = True) -> Product:
+        return choose_product(tokens, form, (4096, cols), has_scaled=has_scaled)
+
+    by_row = Form(8, None)
+    assert all(chosen(1, form) == Product.VECTOR for form in (*FORMS, BLOCKS))
+    assert chosen(1, by_row, 1000) == Product.WIDE
+    for form in (by_row, BLOCKS):
+        assert chosen(16, form) == chosen(16, form, has_scaled=False) == Product.NARROW
+        assert chosen(8192, form) == Product.SCALED and chosen(8192, form, has_scaled=False) == Product.WIDE
+    assert chosen(8192, by_row, 1000) == Product.WIDE
+    for form in (Form(8, 128), Form(8, 32), Form(4, 128)):
+        assert chosen(16, form) == Product.NARROW and chosen(8192, form) == Product.WIDE
 
 
 # ---- Triton ----
 
 
 @triton_test
-@pytest.mark.parametrize("form", [*FORMS, Form(4, 64, reordered=True)], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 17, 70, 200])
+@pytest.mark.parametrize("form", [*FORMS, BLOCKS, Form(4, 64, reordered=True)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 17, 70, 300])
 def test_products_equal_torchs(form: Form, num_tokens: int) -> None:
     cuda_ops = pytest.importorskip("radixserve.kernels.cuda_ops")
     ops = cuda_ops.CudaOps(pdl=not INTERPRETED)
@@ -138,14 +136,15 @@ def test_one_token_takes_norm_gate_and_residual_along(form: Form, cols: int, gat
 
 @triton_test
 @pytest.mark.parametrize("num_tokens", [2, 17, 70, 200])
-def test_products_of_narrow_tokens_and_weights_are_exact_up_to_sums(num_tokens: int) -> None:
-    multiply_scaled = pytest.importorskip("radixserve.kernels.triton_quantized").multiply_scaled
-    matrix, bias = matrix_of(Form(8, 128), 72, 256), randn(72)
+@pytest.mark.parametrize("height", [1, 128])
+def test_products_of_narrow_tokens_and_weights_are_exact_up_to_sums(num_tokens: int, height: int) -> None:
+    multiply_scaled = pytest.importorskip("radixserve.kernels.triton_scaled").multiply_scaled
+    matrix, bias = matrix_of(Form(8, 128, height=height), 200, 256), randn(200)
     x = randn(num_tokens, 256) * torch.logspace(-3, 3, 256, device=DEVICE).to(DTYPE)  # too much for a single scale
     narrow = quantize(x, Form(8, 128))
     exact = narrow.dequantized(torch.float32) @ matrix.dequantized(torch.float32).T
     for added in (None, bias):
-        ours = multiply_scaled(narrow.values, narrow.scales, matrix, added, DTYPE, pdl=not INTERPRETED)
+        ours = multiply_scaled(narrow.values, narrow.scales.T.contiguous(), matrix, added, DTYPE, pdl=not INTERPRETED)
         assert error(ours, exact if added is None else exact + added) < TOLERANCE
 
 
@@ -162,12 +161,12 @@ def test_deterministic_products_do_not_depend_on_the_batch() -> None:
 @triton_test
 @pytest.mark.parametrize(("group", "cols"), [(None, 100), (128, 384), (32, 64)])
 def test_tokens_are_rounded_to_e4m3_one_by_one(group: int | None, cols: int) -> None:
-    triton_quantized = pytest.importorskip("radixserve.kernels.triton_quantized")
+    triton_scaled = pytest.importorskip("radixserve.kernels.triton_scaled")
     x = randn(9, cols) * torch.logspace(-4, 4, 9, device=DEVICE)[:, None].to(DTYPE)
     x[4] = 0
-    narrow, scales = triton_quantized.round_tokens(x, group, pdl=not INTERPRETED)
+    narrow, scales = triton_scaled.round_tokens(x, group, pdl=not INTERPRETED)
     expected = quantize(x, Form(8, group))
-    torch.testing.assert_close(scales, expected.scales)
+    torch.testing.assert_close(scales.T, expected.scales)
     assert narrow.dtype == FP8
     # Triton's interpreter rounds up to powers of two wrongly, and a quotient's last bit may differ.
     assert (narrow.float() == expected.values.float()).float().mean() > 0.96
@@ -176,7 +175,7 @@ def test_tokens_are_rounded_to_e4m3_one_by_one(group: int | None, cols: int) -> 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_scaled_products_are_within_the_rounding_of_their_inputs() -> None:
-    from radixserve.kernels.triton_quantized import scaled_linear
+    from radixserve.kernels.triton_scaled import scaled_linear
 
     matrix, x, bias = matrix_of(Form(8, None), 96, 256), randn(70, 256), randn(96)
     ours = scaled_linear(x, matrix, bias, pdl=True)

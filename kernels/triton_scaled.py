@@ -1,0 +1,184 @@
+"""Products of matrices in e4m3 with tokens that are rounded to e4m3 too, on the tensor cores for that: the vendor's
+library where a scale is for a whole row and token, and a kernel where scales are for blocks of both.
+
+Tensor cores sum up a block of columns, and its sums get their scales on the way to those of fp32 (as DeepGEMM has it).
+This must not take longer than the products: so tokens are the left factor where they are many, a thread holds few of
+them, and a block of the matrix has a single scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, QuantizedMatrix
+from radixserve.kernels.triton_linear import Tile
+
+_MOST_RIGHT = 64  # tokens that are the right factor
+_WALKING = 8  # tiles of tokens that go over the matrix together, so that they find it in the L2 cache
+
+
+@triton.jit(do_not_specialize=["T"])
+def _matmul(
+    x_ptr,  # e4m3 [T, K]
+    x_scale_ptr,  # fp32 [groups, T]
+    weight_ptr,  # e4m3 [N, K]
+    scale_ptr,  # fp32 [N, groups]
+    bias_ptr,  # [N] if BIAS
+    out_ptr,  # [T, N]
+    T,
+    N,
+    K,  # a multiple of DEPTH
+    DEPTH: tl.constexpr,  # columns of a group
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    LEFT: tl.constexpr,  # tokens are the left factor, of 64 rows at least
+    BLOCKED: tl.constexpr,  # the BLOCK_N rows have the same scales
+    WALKING: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles_t, tiles_n = tl.cdiv(T, BLOCK_T), tl.cdiv(N, BLOCK_N)
+    first_t = tl.program_id(0) // (WALKING * tiles_n) * WALKING
+    within, walking = tl.program_id(0) % (WALKING * tiles_n), tl.minimum(tiles_t - first_t, WALKING)
+    t = (first_t + within % walking) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first_n = within // walking * BLOCK_N
+    n = first_n + tl.arange(0, BLOCK_N)
+    row, there, k, groups = tl.minimum(n, N - 1), t < T, tl.arange(0, DEPTH), K // DEPTH
+    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * K + k[None, :]
+    scale_ptrs = scale_ptr + (first_n if BLOCKED else row) * groups
+    acc = tl.zeros([BLOCK_T, BLOCK_N] if LEFT else [BLOCK_N, BLOCK_T], tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # Scales are loaded a step ahead: the products wait for nothing but their factors.
+    scale, x_scale = tl.load(scale_ptrs), tl.load(x_scale_ptr + t, mask=there, other=0.0)
+    for group in range(groups):
+        weight = tl.load(weight_ptrs + group * DEPTH)
+        x = tl.load(x_ptrs + group * DEPTH, mask=there[:, None], other=0.0)
+        after = tl.minimum(group + 1, groups - 1)
+        next_scale = tl.load(scale_ptrs + after)
+        next_x_scale = tl.load(x_scale_ptr + after * T + t, mask=there, other=0.0)
+        part = tl.dot(x, tl.trans(weight)) if LEFT else tl.dot(weight, tl.trans(x))
+        if BLOCKED:
+            x_scale *= scale
+        else:
+            part *= scale[None, :] if LEFT else scale[:, None]
+        acc += part * (x_scale[:, None] if LEFT else x_scale[None, :])
+        scale, x_scale = next_scale, next_x_scale
+    if not LEFT:
+        acc = tl.trans(acc)
+    if BIAS:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _round_tokens(
+    x_ptr,  # [T, SIZE]
+    out_ptr,  # e4m3 [T, SIZE]
+    scale_ptr,  # fp32 [SIZE / GROUP, T]
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,  # a power of two, as BLOCK: GROUPS groups of BLOCK columns, or what there is of them
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token, group, at = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS), tl.arange(0, BLOCK)
+    there = group < SIZE // GROUP
+    spot = token * SIZE + group[:, None] * GROUP + at[None, :]
+    inside = there[:, None] & (at < GROUP)[None, :]
+    x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / LARGEST, SMALLEST)
+    rounded = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
+    tl.store(out_ptr + spot, rounded.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + group * tl.num_programs(0) + token, scale, mask=there)
+
+
+def scaled_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool) -> Tensor:
+    """x [T, K], its columns as those of ``matrix`` [N, K] in e4m3 lie, @ matrix.T (+ bias): [T, N]. x is rounded to
+    e4m3 with a scale for each token or, where the matrix has groups, for each group of its columns."""
+    narrow, scales = round_tokens(x, matrix.form.group, pdl)
+    if matrix.form.group is not None:
+        return multiply_scaled(narrow, scales, matrix, bias, x.dtype, pdl)
+    product = torch._scaled_mm(narrow, matrix.values.t(), scales.t(), matrix.scales.t(), out_dtype=x.dtype)
+    return product if bias is None else product.add_(bias)
+
+
+def multiply_scaled(
+    x: Tensor,
+    scales: Tensor,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    pdl: bool,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x e4m3 [T, K], its ``scales`` [K / group, T] for the groups of ``matrix`` [N, K], @ matrix.T (+ bias): [T, N].
+    Tile: of tokens and matrix."""
+    (t, k), n, form = x.shape, matrix.shape[0], matrix.form
+    out = torch.empty(t, n, dtype=dtype, device=x.device)
+    tile = tile or _scaled_tile(t)
+    _matmul[(triton.cdiv(t, tile.rows) * triton.cdiv(n, tile.columns),)](
+        x,
+        scales,
+        matrix.values,
+        matrix.scales,
+        x if bias is None else bias,
+        out,
+        t,
+        n,
+        k,
+        DEPTH=form.group,
+        BLOCK_N=tile.columns,
+        BLOCK_T=tile.rows,
+        LEFT=t > _MOST_RIGHT,
+        BLOCKED=form.height % tile.columns == 0,
+        WALKING=_WALKING,
+        BIAS=bias is not None,
+        PDL=pdl,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def _scaled_tile(tokens: int) -> Tile:
+    if tokens <= _MOST_RIGHT:
+        return Tile(max(16, triton.next_power_of_2(tokens)), 64, 128, 4, 4)
+    return Tile(64, 128, 128, 4, 4) if tokens <= 256 else Tile(128, 128, 128, 4, 8)
+
+
+def round_tokens(x: Tensor, group: int | None, pdl: bool) -> tuple[Tensor, Tensor]:
+    """x [T, K] in e4m3, and the scale of each ``group`` columns of a token, or of all: fp32 [K / group, T]."""
+    tokens, size = x.shape
+    group = group or size
+    narrow = torch.empty_like(x, dtype=FP8)
+    scales = x.new_empty(size // group, tokens, dtype=torch.float32)
+    block = triton.next_power_of_2(size)
+    _round_tokens[(tokens,)](
+        x,
+        narrow,
+        scales,
+        LARGEST=FP8_MAX,
+        SMALLEST=SMALLEST_SCALE,
+        SIZE=size,
+        GROUP=group,
+        GROUPS=triton.next_power_of_2(size // group),
+        BLOCK=triton.next_power_of_2(group),
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=pdl,
+    )
+    return narrow, scales
