@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from radixserve.engine.weight_packing import describe_weights
 from radixserve.engine.weights import Progress
 from radixserve.kernels.interface import AttentionKernel, AttentionShape
 from radixserve.kernels.native_ops import NativeAttention, NativeOps
+from radixserve.kernels.packing import large_page_room
 from radixserve.kernels.quantized import FP8
 from radixserve.kernels.select import (
     BackendUnavailable,
@@ -204,7 +206,8 @@ class _Parts:
         parallel = None if self.ranks is None else ParallelLogits(self.design.shard, self.ranks, vocab_size)
         try:
             model, attention = self._with_attention()
-            kv = MHAKVCache.allocate(self.kv_shape, num_pages, sizes.device)
+            room = partial(large_page_room, device=sizes.device) if isinstance(kernels.ops, NativeOps) else None
+            kv = MHAKVCache.allocate(self.kv_shape, num_pages, sizes.device, room)
         except (BackendUnavailable, MemoryError) as error:
             raise ConfigError(str(error)) from error
         return ModelRunner(

@@ -16,10 +16,10 @@ from radixserve.kernels.packing import (
     as_packed,
     can_pack,
     kind_of,
+    large_page_room,
     pack,
     packed_bytes,
     row_bytes,
-    weight_room,
 )
 from radixserve.kernels.quantized import QuantizedMatrix
 
@@ -48,7 +48,7 @@ def pack_model(model: nn.Module, option: str, stored_kinds: Mapping[str, WeightK
         kind = _choose_kind(option, kinds, is_embedding=isinstance(module, Embedding) or path == "lm_head")
         shapes.append((kind, len(module.weight), columns(module)))
     sizes = [packed_bytes(*shape) for shape in shapes]
-    room = weight_room(sum(sizes), matrices[0][1].weight.device)
+    room = large_page_room(sum(sizes), matrices[0][1].weight.device)
     for (_, module), shape, part in zip(matrices, shapes, room.split(sizes), strict=True):
         module.weight = nn.Parameter(as_packed(part, *shape), requires_grad=False)
 

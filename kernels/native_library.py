@@ -72,7 +72,7 @@ class Op(ctypes.Structure):
         *_fields(ctypes.c_void_p, "input output cos_sin q_norm k_norm k_cache v_cache"),
         *_fields(ctypes.c_int32, "q_heads kv_heads head_dim page_size"),
         *_fields(ctypes.c_float, "score_scale softcap"),
-        *_fields(ctypes.c_int64, "window handed_on"),
+        *_fields(ctypes.c_int64, "window page_stride handed_on"),
     ]
 
 

@@ -285,7 +285,9 @@ def _attention_step(layout: BatchLayout) -> Step:
 def _set_cache(op: Op, k_cache: Tensor, v_cache: Tensor) -> None:
     _, op.page_size, op.kv_heads, op.head_dim = k_cache.shape
     op.cache_bf16 = k_cache.dtype == torch.bfloat16
-    op.k_cache, op.v_cache = address(k_cache), address(v_cache)
+    op.page_stride = k_cache.stride(0)
+    assert k_cache[0].is_contiguous() and k_cache.stride() == v_cache.stride()
+    op.k_cache, op.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, epilogue: int) -> Op:

@@ -52,9 +52,9 @@ def as_packed(room: Tensor, kind: WeightKind, rows: int, cols: int) -> Tensor:
     return room.view(-1, row_bytes(kind, cols))[:rows]
 
 
-def weight_room(num_bytes: int, device: torch.device) -> Tensor:
-    """Uint8 memory for all matrices. On a CPU in large pages if the system has them: every step reads all of it, and a
-    step of one token takes a fifth longer when addresses are looked up by 4 KiB."""
+def large_page_room(num_bytes: int, device: torch.device) -> Tensor:
+    """Uint8 memory that every step reads: all weights, or keys and values. On a CPU in large pages if the system has
+    them: a step of one token takes a fifth longer when addresses are looked up by 4 KiB. OSError: there is no room."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

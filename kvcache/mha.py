@@ -5,6 +5,7 @@ Shapes: L layers, P pages, S page_size, H kv_heads, D head_dim, T tokens of a st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,26 +33,33 @@ def pages_that_fit(free_bytes: int, page_bytes: int) -> int:
 
 
 class MHAKVCache:
-    """Owns the keys and values of all pages: one buffer [2, L, P, S, H, D] on one device. Which page is whose is the
-    business of the cache manager."""
+    """Owns the keys and values of all pages: one buffer [2, L, P, S, H, D] on one device, of which at least the last
+    three dimensions lie together. Which page is whose is the business of the cache manager."""
 
     def __init__(self, buffer: Tensor):
-        assert buffer.dim() == 6 and buffer.size(0) == 2 and buffer.is_contiguous()
+        assert buffer.dim() == 6 and buffer.size(0) == 2 and buffer[0, 0, 0].is_contiguous()
         self.buffer = buffer
-        self._slots = buffer.flatten(2, 3)  # [2, L, P * S, H, D], the same memory
 
     @classmethod
-    def allocate(cls, shape: KVShape, num_pages: int, device: torch.device) -> MHAKVCache:
+    def allocate(
+        cls, shape: KVShape, num_pages: int, device: torch.device, room: Callable[[int], Tensor] | None = None
+    ) -> MHAKVCache:
         """Make the buffer. MemoryError, saying what to lower, when the device has no room for it.
 
+        ``room``: gives so many bytes, uint8, that become a buffer in which all of a page lies together, so that few
+        tokens take little memory even where the system gives it by megabytes. Without it layers lie apart.
         On the CPU nothing is written to it, so memory is taken from the system only as pages come into use. On other
         devices it is zeroed: a kernel that loads a half-filled page whole must not meet a NaN there.
         """
         num_layers, page_size, num_kv_heads, head_dim, dtype = shape
+        page = (page_size, num_kv_heads, head_dim)
         make = torch.empty if device.type == "cpu" else torch.zeros
         try:
-            return cls(make((2, num_layers, num_pages, page_size, num_kv_heads, head_dim), dtype=dtype, device=device))
-        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors, on the CPU plain ones
+            if room is not None:
+                by_page = room(num_pages * shape.page_bytes).view(dtype).view(num_pages, num_layers, 2, *page)
+                return cls(by_page.permute(2, 1, 0, 3, 4, 5))
+            return cls(make((2, num_layers, num_pages, *page), dtype=dtype, device=device))
+        except (RuntimeError, OSError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors
             gib = num_pages * shape.page_bytes / 2**30
             raise MemoryError(
                 f"{num_pages} KV pages of {page_size} tokens take {gib:.1f} GiB, which {device} does not have free: "
@@ -65,5 +73,6 @@ class MHAKVCache:
     def store_kv(self, k: Tensor, v: Tensor, slots: Tensor, layer: int) -> None:
         """Scatter k and v [T, H, D] of one layer to ``slots`` int64 [T], each at least 0 and named once. (Models do so
         in the kernel that rotates the keys, see ``kernels/interface.py``; this says what that means.)"""
-        self._slots[0, layer].index_copy_(0, slots, k)
-        self._slots[1, layer].index_copy_(0, slots, v)
+        page_size = self.buffer.shape[3]
+        for cache, new in zip(self.layer(layer), (k, v), strict=True):
+            cache[slots // page_size, slots % page_size] = new

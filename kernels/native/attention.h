@@ -44,10 +44,11 @@ void rope_store(const Op& op, const Step& step, int64_t token, float* head) {
   for (int64_t h = 0; h < op.q_heads; h++)
     norm_and_rotate(x + h * dim, op, op.q_norm, cos_sin, op.out + (token * op.q_heads + h) * dim);
   if (slot < 0) return;
+  const int64_t place = slot / op.page_size * op.page_stride + slot % op.page_size * op.kv_heads * dim;
   for (int64_t h = 0; h < op.kv_heads; h++) {
     norm_and_rotate(x + (op.q_heads + h) * dim, op, op.k_norm, cos_sin, head);
-    store_cached(head, dim, op.cache_bf16, op.k_cache, (slot * op.kv_heads + h) * dim);
-    store_cached(x + (op.q_heads + op.kv_heads + h) * dim, dim, op.cache_bf16, op.v_cache, (slot * op.kv_heads + h) * dim);
+    store_cached(head, dim, op.cache_bf16, op.k_cache, place + h * dim);
+    store_cached(x + (op.q_heads + op.kv_heads + h) * dim, dim, op.cache_bf16, op.v_cache, place + h * dim);
   }
 }
 
@@ -58,11 +59,11 @@ class Places {
  public:
   Places(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t token)
       : page_(step.page_table + step.rows[sequence] * step.table_stride + token / op.page_size),
-        offset_(token % op.page_size), page_size_(op.page_size), stride_((int64_t)op.kv_heads * op.head_dim),
-        head_(kv_head * op.head_dim) {}
+        offset_(token % op.page_size), page_size_(op.page_size), page_stride_(op.page_stride),
+        stride_((int64_t)op.kv_heads * op.head_dim), head_(kv_head * op.head_dim) {}
 
   int64_t next() {
-    const int64_t place = (*page_ * page_size_ + offset_) * stride_ + head_;
+    const int64_t place = *page_ * page_stride_ + offset_ * stride_ + head_;
     if (++offset_ == page_size_) {
       offset_ = 0;
       page_++;
@@ -73,7 +74,7 @@ class Places {
  private:
   const int32_t* page_;
   int64_t offset_;
-  const int64_t page_size_, stride_, head_;
+  const int64_t page_size_, page_stride_, stride_, head_;
 };
 
 struct Bf16Cache {

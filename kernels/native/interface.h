@@ -30,12 +30,13 @@ struct Op {
   const float* cos_sin;  // [positions, rotary_dim]
   const float* q_norm;
   const float* k_norm;
-  void* k_cache;  // [pages, page_size, kv_heads, head_dim]
+  void* k_cache;  // [pages, page_size, kv_heads, head_dim], a page at page_stride after the one before
   void* v_cache;
   int32_t q_heads, kv_heads, head_dim, page_size;
   float score_scale;  // of q . k
   float softcap;      // scores become softcap * tanh(score / softcap); 0: they do not
   int64_t window;     // tokens that a query sees, itself included
+  int64_t page_stride;  // from a page of k_cache or v_cache to the next, in values
   int64_t handed_on;  // whether the output is the next operation's input and nothing else's, that being a kLinear without norm
 };
 

@@ -66,6 +66,8 @@ def check(
     k_cache, v_cache = (torch.randn(size, generator=generator).to(shape.dtype) for _ in range(2))
     q = torch.randn(int(starts[-1]), Q_HEADS, shape.head_dim, generator=generator)
     kernel = make_kernel(shape)
+    if isinstance(kernel, NativeAttention):  # takes caches of which the keys and values of a page lie together
+        k_cache, v_cache = torch.stack((k_cache, v_cache), 1).unbind(1)
     arrays = (np.arange(rows, dtype=np.int32), kv_lens, starts, table)
     num_decodes = sum(queries == 1 for _, queries in pieces)
     kernel.plan(BatchLayout(num_decodes, PAGE_SIZE, *(torch.from_numpy(array) for array in arrays), *arrays))

@@ -16,7 +16,7 @@ from radixserve.kernels import native_library
 from radixserve.kernels.interface import HeadPlaces, Norm
 from radixserve.kernels.native_library import NativeLibrary, NativeUnavailable
 from radixserve.kernels.native_ops import NativeOps
-from radixserve.kernels.packing import WeightKind, as_packed, pack, packed_bytes, weight_room
+from radixserve.kernels.packing import WeightKind, as_packed, large_page_room, pack, packed_bytes
 from radixserve.kernels.select import BackendUnavailable, select_native
 from radixserve.kernels.torch_ops import TorchOps
 
@@ -145,7 +145,7 @@ def test_norms_around_layers_and_gates(ops: NativeOps, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [2, 40])
 def test_logits_of_a_vocabulary_that_ends_within_a_panel(ops: NativeOps, num_tokens: int) -> None:
-    room = weight_room(packed_bytes(WeightKind.Q8, 70, 64), torch.device("cpu"))
+    room = large_page_room(packed_bytes(WeightKind.Q8, 70, 64), torch.device("cpu"))
     table = as_packed(room, WeightKind.Q8, 70, 64)
     table.as_strided((80, table.shape[1]), table.stride()).copy_(packed(WeightKind.Q8, randn(80, 64)))
     hidden = randn(num_tokens, 64)
@@ -169,8 +169,8 @@ def test_rope_and_store(ops: NativeOps, rotary_dim: int, with_norms: bool, cache
     found = []
     for kernels in (ops, TorchOps()):
         caches = [torch.zeros(2, 4, 2, 32), torch.zeros(2, 4, 2, 32)]
-        if kernels is ops:
-            caches = [cache.to(cache_type) for cache in caches]
+        if kernels is ops:  # there keys and values of a page may lie together
+            caches = list(torch.zeros(2, 2, 4, 2, 32, dtype=cache_type).unbind(1))
         table = torch.cat((angles.cos(), angles.sin()), -1)
         q = kernels.rope_store(qkv, HeadPlaces(positions, table, slots, *caches, *norms))
         found.append([q, *(cache.float() for cache in caches)])

@@ -1,5 +1,8 @@
 """The KV buffer."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,8 +11,10 @@ from radixserve.kvcache.mha import KVShape, MHAKVCache, pages_that_fit
 CPU = torch.device("cpu")
 
 
-def test_keys_and_values_are_found_at_their_slots_and_nowhere_else() -> None:
-    cache = MHAKVCache(torch.zeros(2, 3, 5, 4, 2, 8))
+@pytest.mark.parametrize("room", [None, partial(torch.zeros, dtype=torch.uint8)])
+def test_keys_and_values_are_found_at_their_slots_and_nowhere_else(room: Callable[[int], torch.Tensor] | None) -> None:
+    cache = MHAKVCache.allocate(KVShape(3, 4, 2, 8, torch.float32), 5, CPU, room)
+    cache.buffer.zero_()
     k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     slots = torch.tensor([2 * 4 + 1, 0, 4 * 4 + 3])  # page 2 offset 1, page 0 offset 0, page 4 offset 3
     cache.store_kv(k, v, slots, layer=1)
@@ -28,6 +33,15 @@ def test_a_layer_is_a_view_of_the_buffer() -> None:
     cache.layer(1)[1].fill_(3)
     assert (cache.buffer[1, 1] == 3).all()
     assert cache.buffer.shape == (2, 2, 4, 16, 1, 8)
+
+
+def test_all_of_a_page_lies_together_in_a_given_room() -> None:
+    shape = KVShape(2, 16, 1, 8, torch.bfloat16)
+    room = torch.zeros(4 * shape.page_bytes, dtype=torch.uint8)
+    cache = MHAKVCache.allocate(shape, 4, CPU, lambda num_bytes: room[:num_bytes])
+    cache.buffer[:, :, 2] = 1
+    assert room.view(4, shape.page_bytes).any(-1).tolist() == [False, False, True, False]
+    assert room.view(4, shape.page_bytes).view(torch.bfloat16)[2].eq(1).all()
 
 
 def test_page_bytes_are_those_of_the_buffer() -> None:
