@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from radixserve.engine.config_reader import ConfigReader
@@ -136,15 +137,18 @@ def _read_scaling(kind: object, config: ConfigReader) -> RopeScaling | None:
 
 
 def _read_yarn(config: ConfigReader) -> YarnScaling:
-    if config.values.get("mscale") or config.values.get("mscale_all_dim"):
-        raise ModelError(f"{config.source}: mscale is not supported in YaRN; give attention_factor instead")
     original = _original_max_position(config)
+    factor = config.optional_number("factor") or config.integer("max_position_embeddings") / original
+    attention_factor = config.optional_number("attention_factor")
+    mscale, mscale_all_dim = config.optional_number("mscale"), config.optional_number("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim and factor > 1:  # DeepSeek's; one alone has no effect
+        attention_factor = (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
     return YarnScaling(
-        factor=config.optional_number("factor") or config.integer("max_position_embeddings") / original,
+        factor=factor,
         original_max_position=original,
         beta_fast=config.optional_number("beta_fast") or 32.0,
         beta_slow=config.optional_number("beta_slow") or 1.0,
-        attention_factor=config.optional_number("attention_factor"),
+        attention_factor=attention_factor,
         truncated=config.flag("truncate", True),
     )
 

@@ -32,9 +32,11 @@ def rope_table(rope: RopeSpec | None, max_positions: int) -> Tensor:
 
 
 def rope_frequencies(rope: RopeSpec, max_positions: int) -> Tensor:
-    """fp32 [rotary_dim / 2], radians a position, after scaling."""
+    """fp32 [rotary_dim / 2], radians a position, after scaling; rounded as in transformers, whose every last bit counts
+    at distant positions."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
-    frequencies = 1.0 / rope.theta**exponents
+    periods = rope.theta**exponents
+    frequencies = 1.0 / periods
     match rope.scaling:
         case None:
             return frequencies
@@ -45,9 +47,9 @@ def rope_frequencies(rope: RopeSpec, max_positions: int) -> Tensor:
         case Llama3Scaling():
             return _llama3(frequencies, rope.scaling)
         case YarnScaling():
-            return _yarn(frequencies, rope, rope.scaling)
+            return _yarn(periods, rope, rope.scaling)
         case LongRopeScaling(short, long, original):
-            return frequencies / torch.tensor(long if max_positions > original else short)
+            return 1.0 / (torch.tensor(long if max_positions > original else short) * periods)
         case DynamicScaling(
             factor, original
         ):  # the base, raised so that the lowest frequency is divided by the stretch
@@ -58,13 +60,13 @@ def rope_frequencies(rope: RopeSpec, max_positions: int) -> Tensor:
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Llama 3.1 (Meta's reference code): long wavelengths are stretched, short ones kept, a ramp between."""
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # in the original context
+    turns = scaling.original_max_position / (2 * math.pi / frequencies)  # in the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+    return (1.0 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-def _yarn(frequencies: Tensor, rope: RopeSpec, scaling: YarnScaling) -> Tensor:
+def _yarn(periods: Tensor, rope: RopeSpec, scaling: YarnScaling) -> Tensor:
     """YaRN (Peng et al. 2023), with the ramp over the frequencies' numbers as its authors' code has it."""
 
     def index_of(turns: float) -> float:
@@ -77,8 +79,8 @@ def _yarn(frequencies: Tensor, rope: RopeSpec, scaling: YarnScaling) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.rotary_dim - 1)
     width = last - first if last != first else 0.001
-    divided = ((torch.arange(rope.rotary_dim // 2) - first) / width).clamp(0.0, 1.0)
-    return frequencies * (1.0 - divided + divided / scaling.factor)
+    kept = 1.0 - ((torch.arange(rope.rotary_dim // 2) - first) / width).clamp(0.0, 1.0)
+    return 1.0 / (scaling.factor * periods) * (1.0 - kept) + 1.0 / periods * kept
 
 
 def _attention_factor(scaling: RopeScaling | None) -> float:

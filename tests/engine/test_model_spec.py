@@ -94,7 +94,6 @@ def test_old_and_new_spelling_of_rope_give_the_same(scaling, expected):
         ({"architectures": ["BertModel"]}, "BertModel.*LlamaForCausalLM"),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope.*yarn"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "mscale"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, "1 factors for 8"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention.*sliding_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
