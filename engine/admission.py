@@ -1,7 +1,5 @@
 """Which waiting requests get a row now. No torch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from radixserve.engine.planner import MAX_UNFINISHED

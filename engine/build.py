@@ -1,7 +1,5 @@
 """Wires an engine from its configuration: finds the device, loads the model, sizes the cache, warms up."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What ``engine/build.py`` (torch) hands to whoever runs the steps, and the scheduler for it. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """xgrammar's compiler: from a structural tag to masks over one vocabulary. Used by the engine, and by the process in
 which grammars are tried first."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What may limit the tokens of one request: the border to whatever knows grammars. No torch."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

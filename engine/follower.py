@@ -4,8 +4,6 @@ Its standard input brings the configuration, then the plans to execute, and ends
 or the configuration is wrong, starting again would not help. 1: a crash.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import logging

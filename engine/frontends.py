@@ -1,7 +1,5 @@
 """The engine's side of the ZMQ socket: messages in and out, and which frontends live. No torch."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The metadata of a GGUF file under the names that a ``config.json`` would give it. No torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

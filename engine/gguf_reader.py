@@ -4,8 +4,6 @@ The gguf package's own reader wraps every array element in an object and takes s
 the bytes once (a 49k-token vocabulary: tens of milliseconds). Layout: the GGUF specification, versions 2 and 3.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct

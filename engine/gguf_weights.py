@@ -1,7 +1,5 @@
 """The weights of a GGUF file under the names and in the layout of Hugging Face checkpoints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """What this process may use of the machine: cores, memory and files, control groups included. Written for Linux."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -1,7 +1,5 @@
 """The way of a request into the scheduler, past the compilation of its grammar. No torch."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -8,8 +8,6 @@ rope turns pairs, which lengthens one of the two by at most sqrt(2). Nothing is 
 floating type, values far below the bound are as precise as those near it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

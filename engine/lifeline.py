@@ -7,8 +7,6 @@ child outlives the supervisor, however that one died, and secrets are on no comm
 A child's ``main`` begins with ``config = lifeline.read_config()`` and then ``lifeline.watch(on_drain=...)``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

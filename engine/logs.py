@@ -1,7 +1,5 @@
 """How all processes write their log: to standard error, one line a message, whatever is in it. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

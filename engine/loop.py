@@ -1,7 +1,5 @@
 """The engine's main loop: messages in, steps, messages out, heartbeats. No torch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import assert_never

@@ -1,8 +1,6 @@
 """Tells errors of a step that pass from those that stay: after an illegal access or a failed assertion on the device
 every further call of CUDA fails, and only a new process helps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

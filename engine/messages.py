@@ -5,8 +5,6 @@ needs to be unique within one frontend only. Every ``Submit`` is answered by exa
 with a ``finish`` or a ``Rejected``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Reads a model's configuration, of a Hugging Face folder or a GGUF file, into a ``ModelSpec``. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal

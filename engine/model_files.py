@@ -1,7 +1,5 @@
 """From a model name to files: a folder, a .gguf file, a Hugging Face id or the default model's alias. No torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, replace

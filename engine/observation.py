@@ -1,7 +1,5 @@
 """What the engine tells those who watch it. No torch."""
 
-from __future__ import annotations
-
 import msgspec
 
 # Named here too, for the server, which knows nothing of the cache.

@@ -1,7 +1,5 @@
 """What is to be told to the frontends, and the counters that go with it. No torch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """How many prompt tokens may join a step that also decodes, so that streams stay smooth. No torch."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from statistics import median

@@ -5,8 +5,6 @@ escapes that it does not know. Expressions with such parts are found here. In JS
 through where an expression has characters beyond ASCII or counts of thousands, so classes are written without them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Keeps the runner busy: plans, launches and completes steps, with or without overlap. No torch."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Builds a step from the running requests: how prompts share its budget, which tokens it computes, and on which pages.
 No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ in the cache cost nothing. A counter only decides who is next when a seat is fre
 taken back when none is.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter

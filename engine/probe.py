@@ -1,7 +1,5 @@
 """``python -m radixserve.engine.probe``: what torch finds on this machine and which kernels are chosen, as JSON."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -3,8 +3,6 @@
 Exit status 3: the model or the configuration is wrong, starting again would not help. 1: a crash.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import logging

@@ -1,7 +1,5 @@
 """``--profile``: a torch trace of some steps, and how much of their time the device was busy."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from pathlib import Path

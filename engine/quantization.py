@@ -1,7 +1,5 @@
 """Reads ``quantization_config`` of a checkpoint: how its matrices are stored. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

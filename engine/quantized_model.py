@@ -1,7 +1,5 @@
 """Which matrices of a model are 8 or 4 bits wide, where the native CPU kernels do not pack them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The matrices of quantized checkpoints, each gathered from its tensors, in the layout of ``kernels/quantized.py``."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator

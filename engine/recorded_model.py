@@ -1,7 +1,5 @@
 """Runs a model on a CPU as one recorded list of operations, where that is the same as running its code."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 

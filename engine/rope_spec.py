@@ -1,7 +1,5 @@
 """Rotary position embedding as a configuration describes it. No torch: ``layers/rotary.py`` computes the angles."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

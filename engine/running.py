@@ -1,7 +1,5 @@
 """The requests that have a row: which compute their prompt, which decode, which only wait to leave. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How the next token of one request is chosen, and when the request ends. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@
 token budget, chunks of the prompts that are being computed.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Collection, Iterable

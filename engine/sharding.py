@@ -4,8 +4,6 @@ Attention heads, the inner width of feed-forward networks and the vocabulary are
 (Shoeybi et al. 2019, "Megatron-LM").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Rows share a prefix exactly if their page tables begin with the same ids, since 
 tree. So the groups come from the page table, whatever the shape of the tree.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

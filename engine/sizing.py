@@ -1,7 +1,5 @@
 """What "auto" means: pure functions from the options, the model and the machine to sizes. Errors name the remedy."""
 
-from __future__ import annotations
-
 import torch
 
 from radixserve.configs.schema import CacheOptions, ModelOptions, RunnerOptions, SchedulerOptions

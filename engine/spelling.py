@@ -1,7 +1,5 @@
 """How a tokenizer spells text that stands between tokens which are fixed and text that is not known yet. No torch."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from os.path import commonprefix

@@ -8,8 +8,6 @@ only what changed: page-table entries written since the last plan, and sampling 
 Last sampled tokens stay on the device (``row`` -> token), so plans are made before the last step's tokens are known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

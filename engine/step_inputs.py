@@ -1,7 +1,5 @@
 """The numbers of a step plan as flat arrays, laid out on the host and sent to the device in one copy; page tables."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 

@@ -4,8 +4,6 @@ A *format* is a JSON object with a ``type`` (https://xgrammar.mlc.ai, "structura
 can follow free reasoning or stand inside a tool call. ``SamplingParams.grammar`` is a whole structural tag, as text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

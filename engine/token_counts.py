@@ -1,7 +1,5 @@
 """Which tokens a request has seen and produced, for the penalties on repeating them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

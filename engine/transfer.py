@@ -1,7 +1,5 @@
 """Copies between host and device that do not wait for each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ compilation has ended, by why it is too complex or by nothing. One with an error
 finds it as quickly. It loads no torch: a tenth of the time, a quarter of the memory.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -5,8 +5,6 @@ Compiled again, since to bring a compiled grammar over takes as long or longer: 
 share once for each (docs/structured_output.md has figures). No torch.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Shows frontends what the engine does, while they ask for it. No torch."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

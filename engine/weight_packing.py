@@ -1,7 +1,5 @@
 """Which matrices of a model are packed for the native CPU kernels, as what, and how stored tensors get there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """How far two token sequences agree."""
 
-from __future__ import annotations
-
 from radixserve.kvcache.base import Int32s
 
 

@@ -1,7 +1,5 @@
 """In which order the radix tree gives up what nobody holds: one small class for each policy, one table of them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 

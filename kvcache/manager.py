@@ -16,8 +16,6 @@ long as a row's next use is planned after its release. If a launch fails, the KV
 written: the whole cache has to go.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A prefix cache that keeps nothing: each request computes its whole prompt (``--disable-radix-cache``)."""
 
-from __future__ import annotations
-
 from radixserve.kvcache.base import Handle, InsertResult, Int32s
 from radixserve.kvcache.radix import RadixPrefixCache
 

@@ -1,7 +1,5 @@
 """The pages that hold nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -5,8 +5,6 @@ arXiv 2312.07104). Segments are kept as bytes, so that following a node is one h
 ordered list instead of a heap or a clock (see ``eviction.py``). ``docs/prefix_cache.md`` has a worked example.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s, Node

@@ -4,8 +4,6 @@ An event carries the new state of the nodes that it changed, so a reader keeps a
 part of a large tree is told: what was used last, then what is next to the root.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """What a family of models says of itself. Everything else is the same decoder, ``engine/decoder.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 """Gemma 2 and 3: norms around both halves of a layer, windows in most layers; Gemma 2 caps scores and logits, Gemma 3
 norms queries and keys by head and turns window layers by another base. Of models that also see, the text half."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Llama, and what differs from it by defaults only. Everything of exactly its shape calls itself Llama, as SmolLM2."""
 
-from __future__ import annotations
-
 from radixserve.engine.families.base import Family
 
 LLAMA = Family("llama", ("LlamaForCausalLM",), "llama", defaults={"bos_token_id": 1, "eos_token_id": 2})

@@ -1,7 +1,5 @@
 """Mixtral: Mistral with a mixture of experts in all layers, whose weights sum up to 1. GGUF files call it Llama."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from radixserve.engine.config_reader import ConfigReader

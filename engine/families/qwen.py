@@ -1,8 +1,6 @@
 """Qwen 2 and 2.5, whose queries, keys and values have biases; Qwen 3, which norms queries and keys by head; and
 Qwen 3 MoE, with a mixture of experts in most layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from radixserve.engine.config_reader import ConfigReader

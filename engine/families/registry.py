@@ -1,7 +1,5 @@
 """The one list of supported families."""
 
-from __future__ import annotations
-
 from radixserve.engine.families.base import Family
 from radixserve.engine.families.gemma import GEMMA2, GEMMA3
 from radixserve.engine.families.llama import LLAMA, MISTRAL, PHI3

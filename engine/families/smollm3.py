@@ -1,7 +1,5 @@
 """SmolLM3: Llama, but every fourth layer knows no positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from radixserve.engine.config_reader import ConfigReader

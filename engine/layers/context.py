@@ -1,7 +1,5 @@
 """What one forward pass carries from the runner to the layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A mixture of experts in the place of the feed-forward network."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

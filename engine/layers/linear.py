@@ -1,7 +1,5 @@
 """Weights that multiply: linear layers, some of which merge several matrices of a checkpoint, and the embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Storage of weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

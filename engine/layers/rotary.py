@@ -1,7 +1,5 @@
 """Rotary position embedding: the table of cosines and sines."""
 
-from __future__ import annotations
-
 import math
 
 import torch

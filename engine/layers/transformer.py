@@ -1,7 +1,5 @@
 """The two halves of a decoder layer: self-attention over the paged cache, and the gated feed-forward network."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

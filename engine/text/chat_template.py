@@ -1,7 +1,5 @@
 """Chat templates: Jinja in a sandbox, with the functions and settings that templates on the Hub are written for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

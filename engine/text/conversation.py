@@ -1,8 +1,6 @@
 """Checks chat messages and brings them into the one form that chat templates expect. Errors name the place as a path:
 ``messages[0].content[1].type``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """Token ids to text in pieces: no character is split, no space lost, and stop strings are cut out before anybody sees
 them. Cost per token does not grow with the text."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Collection, Set
 from typing import Protocol

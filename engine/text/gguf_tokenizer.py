@@ -4,8 +4,6 @@ Two families: "gpt2", byte-level BPE whose pre-tokenizer ``tokenizer.ggml.pre`` 
 given as scores. Regular expressions are those that the original models' tokenizers were trained with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ gives with control tokens recognised in the template and not recognised elsewher
 included. Prompts without such text, nearly all, skip all this.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -6,8 +6,6 @@ operation may make a text longer than the longest prompt, a list longer than any
 may hold one thing many times, so their text is measured before it is written.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import time

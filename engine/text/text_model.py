@@ -1,7 +1,5 @@
 """All that turns requests into token ids and ids into text, for one model. No torch, no transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text to token ids and back, on the ``tokenizers`` library alone. No torch, no transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
