@@ -430,18 +430,26 @@ def test_ranks_with_parts_of_the_logits_choose_what_one_chooses_from_all(
 # ---- failures and logprobs ----
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("value", "where"), [(torch.nan, 4), (torch.inf, 4), (torch.nan, slice(None)), (-torch.inf, slice(None))]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_the_row_with_bad_logits_fails(value: float, temperature: float, implementation: str) -> None:
-    if value == -torch.inf and implementation != "torch":
-        pytest.skip("a kernel minds -inf only where all logits are")
+def test_only_the_row_with_bad_logits_fails(value: float, where: int | slice, temperature: float) -> None:
     logits = some_logits(3)
     good = Rows(*[sampled(temperature=temperature)] * 3).tokens(logits)
-    logits[1, 4] = value
+    logits[1, where] = value
     result = Rows(*[sampled(temperature=temperature)] * 3).sample(logits)
     assert result.failed.tolist() == [False, True, False]
     tokens = result.token_ids.tolist()
     assert (tokens[0], tokens[2]) == (good[0], good[2]) and 0 <= tokens[1] < VOCAB
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_without_a_chance_harms_no_other(temperature: float) -> None:
+    logits = some_logits(1)
+    logits[0, 4] = -torch.inf
+    result = Rows(sampled(temperature=temperature)).sample(logits)
+    assert not result.failed.any() and result.token_ids.tolist() != [4]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
