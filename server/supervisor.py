@@ -1,11 +1,13 @@
 """The ``radixserve serve`` process: starts the engine and the workers, restarts what dies, and stops all in order.
 
-One thread sleeps until a signal arrives (SIGCHLD included) or a pause or deadline is over. It loads neither torch nor
-FastAPI, so there is little in it that could die; should it be killed, its children see their lifelines end and leave.
+A task keeps each child running, on one event loop that sleeps until a signal arrives (SIGCHLD included) or a pause or
+deadline is over. It loads neither torch nor FastAPI, so there is little in it that could die; should it be killed, its
+children see their lifelines end and leave.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -14,8 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from radixserve.configs.schema import ServeConfig
@@ -61,8 +62,13 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
     _open_standard_streams()
     raise_file_limit()
     num_workers = config.api_workers or default_api_workers(config, usable_cores(), gpu=has_gpu())
-    config = config.model_copy(update={"api_workers": num_workers})
-    with contextlib.ExitStack() as listening, runtime_folder() as folder, _signal_pipe() as signals:
+    return asyncio.run(_serve(config.model_copy(update={"api_workers": num_workers}), num_workers, commands, policy))
+
+
+async def _serve(config: ServeConfig, num_workers: int, commands: Commands, policy: RestartPolicy) -> int:
+    supervisor = Supervisor(config, policy)
+    supervisor.listen_to_signals()
+    with contextlib.ExitStack() as listening, runtime_folder() as folder:
         listeners = listen_side_by_side(config.host, config.port, num_workers)
         for listener in listeners:
             listening.enter_context(listener)
@@ -77,7 +83,7 @@ def serve(config: ServeConfig, commands: Commands, policy: RestartPolicy) -> int
             Child(f"worker {index}", commands.worker, {**environment, LISTEN_FD_VARIABLE: str(fd)}, (fd,))
             for index, fd in enumerate(listener.fileno() for listener in listeners)
         ]
-        return Supervisor(config, policy, engine, workers, listeners, signals).run()
+        return await supervisor.run(engine, workers, listeners)
 
 
 def default_api_workers(config: ServeConfig, num_cores: int, *, gpu: bool) -> int:
@@ -94,27 +100,6 @@ def _open_standard_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR_FD:
         os.set_inheritable(fd, True)
     os.close(fd)
-
-
-@contextmanager
-def _signal_pipe() -> Iterator[socket.socket]:
-    """A socket that becomes readable when a signal arrives, with one byte (its number) for each."""
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    handled = [*STOP_SIGNALS, signal.SIGCHLD]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        handled.remove(signal.SIGHUP)  # nohup: the server is to outlive its terminal
-    # Handlers must exist for the wakeup; what is to be done is done in the loop.
-    before = {number: signal.signal(number, lambda *_: None) for number in handled}
-    before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield reader
-    finally:
-        signal.set_wakeup_fd(before_fd)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        reader.close()
-        writer.close()
 
 
 # ---- one child ----
@@ -137,7 +122,7 @@ class RestartPolicy:
         return float(min(self.first_pause_s * 2 ** (recent - 1), self.max_pause_s))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Child:
     """Owns the process that runs ``command`` now, if one does, and the write end of its lifeline. ``environment`` is
     added to ours; ``pass_fds`` stay open in the child."""
@@ -148,14 +133,14 @@ class Child:
     pass_fds: tuple[int, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     deaths: list[float] = field(default_factory=list)
-    restart_at: float | None = None
+    ended: asyncio.Future[int] = field(init=False)  # the exit status (negative: the signal) of what was started last
 
     @property
     def alive(self) -> bool:
         return self.process is not None
 
     def start(self, first_line: str) -> None:
-        self.restart_at = None
+        self.ended = asyncio.get_running_loop().create_future()
         # The child inherits the blocked signals, and unblocks them when it ignores them; without this a Ctrl-C during
         # its imports would kill it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -177,13 +162,12 @@ class Child:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.write(line.encode() + b"\n")
 
-    def reap(self) -> int | None:
-        """The exit status (negative: the signal) if the process has ended since the last call, else None."""
-        if self.process is None or (status := self.process.poll()) is None:
-            return None
-        self.close_lifeline()
-        self.process = None
-        return status
+    def reap(self) -> None:
+        """Notice that the process has ended, if so."""
+        if self.process is not None and (status := self.process.poll()) is not None:
+            self.close_lifeline()
+            self.process = None
+            self.ended.set_result(status)
 
     def close_lifeline(self) -> None:
         if self.process is not None and self.process.stdin is not None:
@@ -206,89 +190,56 @@ def describe_exit(status: int) -> str:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Owns the children and decides when they start and stop. ``signals`` yields the numbers of arrived signals."""
+    """Owns the children and decides when they start and stop."""
 
     config: ServeConfig
     policy: RestartPolicy
-    engine: Child
-    workers: list[Child]
-    listeners: list[socket.socket]
-    signals: socket.socket
+    children: list[Child] = field(default_factory=list)  # the workers, and the engine
+    workers: list[Child] = field(default_factory=list)
+    listeners: list[socket.socket] = field(default_factory=list)
     first_stop_at: float | None = None
-    exit_status: int | None = None  # set when the end is decided
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is started any more
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    exit_status: int = 0  # once the end is decided
 
-    @property
-    def children(self) -> list[Child]:
-        return [self.engine, *self.workers]
+    def listen_to_signals(self) -> None:
+        """From now on they come through the event loop, and wait for ``run``."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._on_deaths)
+        for number in STOP_SIGNALS:
+            # nohup: the server is to outlive its terminal
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_stop, number)
 
-    def run(self) -> int:
+    async def run(self, engine: Child, workers: list[Child], listeners: list[socket.socket]) -> int:
         """Supervise until the end, in which no child is left; returns the exit status of the service."""
-        try:
-            for child in self.children:
-                child.start(self.config.to_private_json())
-            while self.exit_status is None:
-                self._handle_signals(self._wait(self._next_deadline()))
-                self._handle_deaths()
-                self._handle_deadlines()
-            return self.exit_status
-        finally:
-            self._end_children()
+        self.children, self.workers, self.listeners = [engine, *workers], workers, listeners
+        async with asyncio.TaskGroup() as group:
+            keepers = [group.create_task(self._keep(child)) for child in self.children]
+            try:
+                await self.decided.wait()
+            finally:
+                await self._end_children()
+                for keeper in keepers:
+                    keeper.cancel()
+        return self.exit_status
 
-    def _wait(self, deadline: float | None) -> set[int]:
-        """Sleep until a signal arrives or the time comes; returns the signals."""
-        self.signals.settimeout(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        try:
-            return set(self.signals.recv(4096))
-        except (TimeoutError, BlockingIOError):
-            return set()
-
-    def _next_deadline(self) -> float | None:
-        times = [child.restart_at for child in self.children if child.restart_at is not None]
-        if self.first_stop_at is not None:
-            times.append(self._drain_deadline(self.first_stop_at))
-        return min(times, default=None)
-
-    def _drain_deadline(self, first_stop_at: float) -> float:
-        return first_stop_at + self.config.drain_timeout + _DRAIN_MARGIN_S
-
-    def _handle_signals(self, arrived: set[int]) -> None:
-        stops = arrived.intersection(STOP_SIGNALS)
-        if not stops:
-            return
-        now = time.monotonic()
-        if self.first_stop_at is None:
-            self.first_stop_at = now
-            self._begin_drain()
-        elif now - self.first_stop_at > _SAME_SIGNAL_S:
-            logger.warning("second %s: stopping at once", signal.Signals(min(stops)).name)
-            self._finish(128 + min(stops))
-
-    def _begin_drain(self) -> None:
-        logger.info(
-            "stopping: running requests get %g s to finish; a second signal stops at once", self.config.drain_timeout
-        )
-        for listener in self.listeners:
-            listener.close()  # with the workers' copies closed too, new connections are refused
-        for worker in self.workers:
-            worker.restart_at = None
-            worker.send(f"drain {self.config.drain_timeout}")
-        self.engine.restart_at = None
-
-    def _handle_deaths(self) -> None:
-        for child in self.children:
-            status = child.reap()
-            if status is None:
-                continue
-            if self.first_stop_at is None:
-                self._plan_restart(child, status)
-            elif child is self.engine or status != 0:
+    async def _keep(self, child: Child) -> None:
+        """Start ``child``, again whenever it has died, until the service stops."""
+        while not self.stopping.is_set():
+            child.start(self.config.to_private_json())
+            status = await child.ended
+            if self.decided.is_set():
+                return  # as it should
+            if not self.stopping.is_set():
+                await self._pause(child, status)
+            elif child not in self.workers or status != 0:
                 logger.warning("%s %s while stopping", child.name, describe_exit(status))
-        if self.first_stop_at is not None and not any(worker.alive for worker in self.workers):
+        if not any(worker.alive for worker in self.workers):
             self._finish(0)
 
-    def _plan_restart(self, child: Child, status: int) -> None:
-        if self.exit_status is not None:
-            return  # an engine that gives up takes its workers along
+    async def _pause(self, child: Child, status: int) -> None:
+        """Wait until ``child``, which has died, may be started again, or give up."""
         now = time.monotonic()
         child.deaths.append(now)
         pause_s = self.policy.pause_s(child.deaths, now)
@@ -303,42 +254,60 @@ class Supervisor:
             self._finish(EXIT_FAILED)
         else:
             logger.error("%s %s; starting it again in %.1f s", child.name, describe_exit(status), pause_s)
-            child.restart_at = now + pause_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), pause_s)
 
-    def _handle_deadlines(self) -> None:
+    def _on_deaths(self) -> None:
+        for child in self.children:
+            child.reap()
+
+    def _on_stop(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if self.first_stop_at is not None and now >= self._drain_deadline(self.first_stop_at):
+        if self.first_stop_at is None:
+            self.first_stop_at = now
+            self._begin_drain()
+        elif now - self.first_stop_at > _SAME_SIGNAL_S and not self.decided.is_set():
+            logger.warning("second %s: stopping at once", number.name)
+            self._finish(128 + number)
+
+    def _begin_drain(self) -> None:
+        drain_s = self.config.drain_timeout
+        logger.info("stopping: running requests get %g s to finish; a second signal stops at once", drain_s)
+        self.stopping.set()
+        for listener in self.listeners:
+            listener.close()  # with the workers' copies closed too, new connections are refused
+        for worker in self.workers:
+            worker.send(f"drain {drain_s}")
+        asyncio.get_running_loop().call_later(drain_s + _DRAIN_MARGIN_S, self._cut_off)
+
+    def _cut_off(self) -> None:
+        if not self.decided.is_set():
             logger.warning("requests still run after the drain timeout: cutting them off")
             self._finish(0)
-        for child in self.children:
-            if child.restart_at is not None and now >= child.restart_at:
-                child.start(self.config.to_private_json())
 
-    def _end_children(self) -> None:
+    def _finish(self, exit_status: int) -> None:
+        """Decide the end; the first decision stands."""
+        if not self.decided.is_set():
+            self.exit_status = exit_status
+            self.decided.set()
+            self.stopping.set()
+
+    async def _end_children(self) -> None:
         """End all lifelines, and kill those that do not leave. Who gives up lets the workers tell their clients."""
         if self.exit_status == EXIT_FAILED:
             for worker in self.workers:
                 worker.send("drain 0")
-            self._await_ends(self.workers, _FAREWELL_S)
+            await _ends(self.workers, _FAREWELL_S)
         for child in self.children:
             child.close_lifeline()
-        for child in self._await_ends(self.children, _LEAVE_S):
+        for child in await _ends(self.children, _LEAVE_S):
             logger.warning("%s does not leave: killing it", child.name)
             child.kill()
-        self._await_ends(self.children, _LEAVE_S)
+        await _ends(self.children, _LEAVE_S)
 
-    def _await_ends(self, children: Sequence[Child], patience_s: float) -> list[Child]:
-        """Wait until they have left, but no longer than that; returns those that have not."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            for child in children:
-                child.reap()
-            left = [child for child in children if child.alive]
-            if not left or time.monotonic() >= deadline:
-                return left
-            self._wait(deadline)
 
-    def _finish(self, exit_status: int) -> None:
-        """Decide the end; the first decision stands."""
-        if self.exit_status is None:
-            self.exit_status = exit_status
+async def _ends(children: Sequence[Child], patience_s: float) -> list[Child]:
+    """Wait until they have left, but no longer than that; returns those that have not."""
+    if running := [child.ended for child in children if child.alive]:
+        await asyncio.wait(running, timeout=patience_s)
+    return [child for child in children if child.alive]
