@@ -97,9 +97,14 @@ inline Floats capped(Floats scores, float softcap) {
 template <class Block>
 class ChunkRows {
  public:
-  static constexpr int64_t kVectors = 4, kRows = kVectors * kLanes;
+  static constexpr int64_t kVectors = 24, kRows = kVectors * kLanes;
 
-  static int64_t queries(const Op& op) { return std::max<int64_t>(1, kRows / (op.q_heads / op.kv_heads)); }
+  // How many have a block, of so many in all chunks: keys and values are fetched for each block, but all threads want some.
+  static int64_t queries(const Op& op, int64_t all, int threads) {
+    constexpr int64_t kFewestRows = 64, kBlocksPerThread = 4;
+    const int64_t fair = all * op.q_heads / (kBlocksPerThread * threads), group = op.q_heads / op.kv_heads;
+    return std::max<int64_t>(1, std::clamp(fair, kFewestRows, kRows) / group);
+  }
 
   void attend(const Results& to) {
     Block& block = static_cast<Block&>(*this);
@@ -114,13 +119,14 @@ class ChunkRows {
       block.fetch(key, places);
       block.add_keys(vectors, key);
     }
-    for (int64_t row = 0; row < rows_; row++) {
-      const float share = 1.0f / totals_[row / kLanes][row % kLanes];
-      const int64_t token = first_ + row / group_, head = kv_head_ * group_ + row % group_;
+    for (int64_t v = 0; v < vectors; v++) {
+      const Floats shares = Block::kExcess / totals_[v];
       for (int64_t d = 0; d < dim_; d += kLanes) {
-        Floats v;
-        for (int64_t i = 0; i < kLanes; i++) v[i] = out_[(row / kLanes * dim_ + d + i) * kLanes + row % kLanes];
-        to.put(token, head * dim_ + d, v * share);
+        Floats parts[kLanes];
+        for (int64_t i = 0; i < kLanes; i++) parts[i] = load<Floats>(out_ + (v * dim_ + d + i) * kLanes) * shares;
+        transpose(parts);
+        for (int64_t lane = 0, row = v * kLanes; lane < kLanes && row < rows_; lane++, row++)
+          to.put(first_ + row / group_, (kv_head_ * group_ + row % group_) * dim_ + d, parts[lane]);
       }
     }
   }
@@ -139,12 +145,15 @@ class ChunkRows {
   // The rows that fill the last vector repeat the last one.
   int64_t row_of(int64_t v, int64_t lane) const { return std::min(v * kLanes + lane, rows_ - 1); }
 
-  void mask_unseen(int64_t v, int64_t first, Floats* scores) const {
-    if (first + Block::kKeys - 1 <= position_ && first > last_ - op_.window) return;
-    const int32_t window = (int32_t)std::min<int64_t>(op_.window, INT32_MAX / 2);
-    for (int64_t k = 0; k < Block::kKeys; k++) {
-      const Ints distance = positions_[v] - (int32_t)(first + k);
-      scores[k] = (distance >= 0) & (distance < window) ? scores[k] : spread(-INFINITY);
+  // How many keys from this one on some row of the vector sees, if none is hidden by its window.
+  int64_t seen_from(int64_t v, int64_t first) const { return positions_[v][kLanes - 1] - first + 1; }
+
+  void mask_unseen(int64_t v, int64_t first, int64_t count, Floats* scores) const {
+    if (first + count - 1 <= positions_[v][0] && first > positions_[v][kLanes - 1] - op_.window) return;
+    const uint32_t window = (uint32_t)std::min<int64_t>(op_.window, INT32_MAX / 2);
+    for (int64_t k = 0; k < count; k++) {
+      const Bits distance = (Bits)(positions_[v] - (int32_t)(first + k));  // of a key that comes later: huge
+      scores[k] = distance < window ? scores[k] : spread(-INFINITY);
     }
   }
 
@@ -174,6 +183,7 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
 
  public:
   static constexpr int64_t kKeys = 32, kTogether = 8;
+  static constexpr float kExcess = 1.0f;
   using Base::kRows;
 
   static size_t room(const Op& op) { return op.head_dim * (2 * kKeys + 2 * kRows); }
@@ -207,7 +217,8 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
   }
 
   void add_keys(int64_t vectors, int64_t first) {
-    for (int64_t v = 0; v < vectors; v++) add_block(v, first);
+    for (int64_t v = 0; v < vectors; v++)
+      if (this->seen_from(v, first) > 0) add_block(v, first);
   }
 
   void add_block(int64_t v, int64_t first) {
@@ -223,7 +234,7 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
     }
     if (op_.softcap != 0)
       for (Floats& score : scores) score = capped(score, op_.softcap);
-    this->mask_unseen(v, first, scores);
+    this->mask_unseen(v, first, kKeys, scores);
     const Floats top = weigh(v, scores);
     const Floats shrink = exp(tops_[v] - top);
     tops_[v] = top;

@@ -144,7 +144,13 @@ void Walker::attend_all(const Op& op, Phase& phase) {
 // A piece of work is a key-value head of a block of queries or of a decode, but all heads of it if there are many.
 template <class Cache>
 void Walker::attend_cached(const Op& op, Phase& phase) {
-  const int64_t per_block = QueryBlock<Cache>::queries(op), heads = step_.sequences >= 4 * threads_ ? op.kv_heads : 1;
+  int64_t chunks = 0;  // tokens of all
+  for (int64_t s = 0; s < step_.sequences; s++) {
+    const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];
+    if (queries > 1) chunks += queries;
+  }
+  const int64_t per_block = QueryBlock<Cache>::queries(op, chunks, threads_);
+  const int64_t heads = step_.sequences >= 4 * threads_ ? op.kv_heads : 1;
   int64_t* ends = own_.ends.at_least(step_.sequences);
   for (int64_t s = 0; s < step_.sequences; s++) {
     const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];

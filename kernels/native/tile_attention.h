@@ -14,31 +14,6 @@
 
 namespace {
 
-// Sixteen vectors of 16 values of 32 bits, transposed in place.
-inline void transpose(__m512i* r) {
-  __m512i t[kLanes];
-  for (int i = 0; i < kLanes; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < kLanes; i += 4)
-    for (int j = 0; j < 2; j++) {
-      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int i = 0; i < 8; i++) {  // r[i] and r[i + 4]: quarters of rows i & ~3 and four further ones
-    const int at = i / 4 * 8 + i % 4;
-    t[at] = _mm512_shuffle_i32x4(r[at], r[at + 4], 0x88);
-    t[at + 4] = _mm512_shuffle_i32x4(r[at], r[at + 4], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    const int first = i % 4 + (i / 4) * 4;
-    const __m512i a = t[first], b = t[first + 8];
-    r[i / 4 * 4 + i % 4] = _mm512_shuffle_i32x4(a, b, 0x88);
-    r[i / 4 * 4 + i % 4 + 8] = _mm512_shuffle_i32x4(a, b, 0xdd);
-  }
-}
-
 // As QueryBlock, with both products in tiles of bf16: scores [keys][rows] = K Q^T, and out [dims][rows] += V^T weights.
 // So rows lie side by side in a vector all the way. Keys are as they are in the cache; values must be transposed.
 class TileQueryBlock : public ChunkRows<TileQueryBlock> {
@@ -46,6 +21,7 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
 
  public:
   static constexpr int64_t kKeys = 64;
+  static constexpr float kExcess = kUncut;  // of totals over what weights are in the mean, being cut off
 
   static bool fits(const Op& op) {
     return op.cache_bf16 && op.head_dim % kBlock == 0 && op.q_heads / op.kv_heads <= kRows;
@@ -59,16 +35,18 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
         keys_(queries_ + kRows * dim_ * 2), values_(keys_ + kKeys * dim_ * 2) {}
 
  private:
-  // Scaled queries as bf16 pairs of dimensions [dim / 2][16 rows].
+  // Queries as bf16 pairs of dimensions [dim / 2][16 rows], scaled so that scores, unless capped, are powers of 2.
   void start(int64_t v) {
+    const float scale = op_.score_scale * (op_.softcap == 0 ? kLog2E : 1.0f);
+    const float* queries[kLanes];
+    for (int64_t lane = 0; lane < kLanes; lane++) queries[lane] = op_.in + place(row_of(v, lane));
     for (int64_t d = 0; d < dim_; d += kBlock) {
       __m512i pairs[kLanes];
       for (int64_t lane = 0; lane < kLanes; lane++) {
-        const float* q = op_.in + place(row_of(v, lane)) + d;
-        const Floats low = load<Floats>(q) * op_.score_scale, high = load<Floats>(q + kLanes) * op_.score_scale;
+        const Floats low = load<Floats>(queries[lane] + d) * scale, high = load<Floats>(queries[lane] + d + kLanes) * scale;
         pairs[lane] = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
       }
-      transpose(pairs);
+      transpose((Floats*)pairs);
       for (int64_t i = 0; i < kLanes; i++) store(queries_ + 32 * (v * dim_ + d) + 64 * i, pairs[i]);
     }
   }
@@ -90,7 +68,7 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
           const __m512i odd = _mm512_cvtepu16_epi32((__m256i)load<Halves>(values + at[k + 2 * i + 1] + d));
           pairs[i] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
         }
-        transpose(pairs);
+        transpose((Floats*)pairs);
         for (int64_t i = 0; i < kLanes; i++) store(values_ + 2 * (k * dim_ + (d + i) * kBlock), pairs[i]);
       }
     }
@@ -98,31 +76,42 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
 
   void add_keys(int64_t vectors, int64_t first) {
     for (int64_t v = 0; v < vectors; v++) {
-      multiply_keys(v);
-      weigh(v, first);
-      add_values(out_ + v * dim_ * kLanes);
+      const int64_t seen = seen_from(v, first);
+      if (seen > kBlock)
+        add<2>(v, first);
+      else if (seen > 0)
+        add<1>(v, first);
     }
   }
 
+  // So many times 32 of the keys.
+  template <int kBlocks>
+  void add(int64_t v, int64_t first) {
+    multiply_keys<kBlocks>(v);
+    weigh<kBlocks * kBlock>(v, first);
+    add_values<kBlocks>(out_ + v * dim_ * kLanes);
+  }
+
   // Scores become weights, and what was summed before shrinks if a row's maximum has grown.
+  template <int kCount>
   void weigh(int64_t v, int64_t first) {
     Floats* scores = (Floats*)scores_;
     if (op_.softcap != 0)
-      for (int64_t k = 0; k < kKeys; k++) scores[k] = capped(scores[k], op_.softcap);
-    mask_unseen(v, first, scores);
+      for (int64_t k = 0; k < kCount; k++) scores[k] = capped(scores[k], op_.softcap) * kLog2E;
+    mask_unseen(v, first, kCount, scores);
     constexpr int64_t kChains = 4;
     Floats tops[kChains] = {tops_[v], tops_[v], tops_[v], tops_[v]}, totals[2] = {};
-    for (int64_t k = 0; k < kKeys; k += kChains)
+    for (int64_t k = 0; k < kCount; k += kChains)
       for (int64_t i = 0; i < kChains; i++) tops[i] = larger(scores[k + i], tops[i]);
     const Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-    for (int64_t k = 0; k < kKeys; k += 2) {
-      const Floats even = exp(scores[k] - top), odd = exp(scores[k + 1] - top);
+    for (int64_t k = 0; k < kCount; k += 2) {
+      const Floats even = rough_exp2(scores[k] - top, kUncut), odd = rough_exp2(scores[k + 1] - top, kUncut);
       totals[0] += even;
       totals[1] += odd;
-      store(weights_ + 32 * k, pairs(even, odd));
+      store(weights_ + 32 * k, cut_pairs(even, odd));
     }
     if (_mm512_cmp_ps_mask((__m512)top, (__m512)tops_[v], _CMP_GT_OQ) != 0) {
-      const Floats shrink = exp(tops_[v] - top);
+      const Floats shrink = rough_exp2(tops_[v] - top);
       totals_[v] *= shrink;
       float* out = out_ + v * dim_ * kLanes;
       for (int64_t d = 0; d < dim_; d++) store(out + d * kLanes, load<Floats>(out + d * kLanes) * shrink);
@@ -131,12 +120,13 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
     totals_[v] += totals[0] + totals[1];
   }
 
+  template <int kBlocks>
   void multiply_keys(int64_t v) const {
     static_assert(kKeys == 4 * kLanes, "a tile of sums for each 16 keys");
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (kBlocks > 1) _tile_zero(2);
+    if (kBlocks > 1) _tile_zero(3);
     for (int64_t d = 0; d < dim_; d += kBlock) {
       const uint8_t* keys = keys_ + 2 * d * kKeys;
       _tile_loadd(4, queries_ + 32 * (v * dim_ + d), 64);
@@ -144,6 +134,7 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
       _tile_dpbf16ps(0, 5, 4);
       _tile_loadd(6, keys + 1024, 64);
       _tile_dpbf16ps(1, 6, 4);
+      if (kBlocks == 1) continue;
       _tile_loadd(7, keys + 2048, 64);
       _tile_dpbf16ps(2, 7, 4);
       _tile_loadd(5, keys + 3072, 64);
@@ -151,14 +142,16 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
     }
     _tile_stored(0, scores_, 64);
     _tile_stored(1, scores_ + 256, 64);
+    if (kBlocks == 1) return;
     _tile_stored(2, scores_ + 512, 64);
     _tile_stored(3, scores_ + 768, 64);
   }
 
+  template <int kBlocks>
   void add_values(float* out) const {
     static_assert(kKeys == 2 * kBlock, "two tiles of weights");
     _tile_loadd(4, weights_, 64);
-    _tile_loadd(5, weights_ + 1024, 64);
+    if (kBlocks > 1) _tile_loadd(5, weights_ + 1024, 64);
     for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
       const uint8_t* values = values_ + 2 * d * kBlock;
       _tile_loadd(0, out + d * kLanes, 64);
@@ -167,10 +160,12 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
       _tile_dpbf16ps(0, 6, 4);
       _tile_loadd(7, values + 1024, 64);
       _tile_dpbf16ps(1, 7, 4);
-      _tile_loadd(6, values + 2 * kBlock * dim_, 64);
-      _tile_dpbf16ps(0, 6, 5);
-      _tile_loadd(7, values + 2 * kBlock * dim_ + 1024, 64);
-      _tile_dpbf16ps(1, 7, 5);
+      if (kBlocks > 1) {
+        _tile_loadd(6, values + 2 * kBlock * dim_, 64);
+        _tile_dpbf16ps(0, 6, 5);
+        _tile_loadd(7, values + 2 * kBlock * dim_ + 1024, 64);
+        _tile_dpbf16ps(1, 7, 5);
+      }
       _tile_stored(0, out + d * kLanes, 64);
       _tile_stored(1, out + (d + kLanes) * kLanes, 64);
     }

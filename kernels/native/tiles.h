@@ -62,9 +62,6 @@ inline Ints cut_pairs(Floats even, Floats odd) {
   return (Ints)_mm512_mask_mov_epi16((__m512i)((Bits)even >> 16), 0xaaaaaaaa, (__m512i)odd);
 }
 
-// The same of finite values, rounded, halves away from zero.
-inline Ints pairs(Floats even, Floats odd) { return cut_pairs((Floats)((Bits)even + 0x8000), (Floats)((Bits)odd + 0x8000)); }
-
 // A block of a panel on its way to the layout of kBf16, a half of it at a time.
 template <int kKind>
 class Unpacker;
@@ -128,17 +125,19 @@ void unpack(const uint8_t* w, int64_t blocks, uint8_t* out) {
   }
 }
 
-// 2^x to 10^-4, for what will be rounded to bf16. Minus infinity gives 0.
-inline Floats rough_exp2(Floats x) {
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x times a constant to 10^-4, for what will be in bf16. Minus infinity gives 0.
+inline Floats rough_exp2(Floats x, float factor = 1.0f) {
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  Floats p = spread(0.0780245f);
-  for (float c : {0.2260672f, 0.6958335f, 0.9999252f}) p = p * f + c;
+  Floats p = spread(0.0780245f * factor);
+  for (float c : {0.2260672f, 0.6958335f, 0.9999252f}) p = p * f + c * factor;
   return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 
 // x / (1 + e^-x) as precisely.
 inline Floats rough_silu(Floats x) {
-  return x * (Floats)_mm512_rcp14_ps((__m512)(1.0f + rough_exp2(x * -1.44269504f)));
+  return x * (Floats)_mm512_rcp14_ps((__m512)(1.0f + rough_exp2(x * -kLog2E)));
 }
 
 // Products of two panels with 32 (or, if not both, 16) tokens, in tiles 0 to 3: [2 panels][2] of 16 tokens.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -121,6 +122,37 @@ inline Floats smaller(Floats a, Floats b) {
   return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
 #else
   return a < b ? a : b;
+#endif
+}
+
+// Sixteen vectors, transposed in place.
+inline void transpose(Floats* rows) {
+#if defined(__AVX512F__)
+  __m512i* r = (__m512i*)rows;
+  __m512i t[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 8; i++) {  // r[i] and r[i + 4]: quarters of rows i & ~3 and four further ones
+    const int at = i / 4 * 8 + i % 4;
+    t[at] = _mm512_shuffle_i32x4(r[at], r[at + 4], 0x88);
+    t[at + 4] = _mm512_shuffle_i32x4(r[at], r[at + 4], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    const int first = i % 4 + (i / 4) * 4;
+    const __m512i a = t[first], b = t[first + 8];
+    r[i / 4 * 4 + i % 4] = _mm512_shuffle_i32x4(a, b, 0x88);
+    r[i / 4 * 4 + i % 4 + 8] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  }
+#else
+  for (int i = 0; i < kLanes; i++)
+    for (int j = 0; j < i; j++) std::swap(((float*)rows)[i * kLanes + j], ((float*)rows)[j * kLanes + i]);
 #endif
 }
 
