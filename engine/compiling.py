@@ -28,7 +28,7 @@ TOO_SLOW = "the grammar takes too long at each token: use fewer alternatives, an
 
 class Compiler:
     """Compiles for one vocabulary: what each token adds to the text, empty for those that are no text. Any thread may
-    call it. ``cache_bytes``: for parts that grammars share; 0 for none."""
+    call it. ``cache_bytes``: for parts that grammars share."""
 
     def __init__(self, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int], cache_bytes: int):
         import xgrammar
@@ -40,10 +40,7 @@ class Compiler:
             vocab_size=self._vocab_size,
             stop_token_ids=list(eos_token_ids),
         )
-        is_cached = cache_bytes > 0
-        self._compiler = xgrammar.GrammarCompiler(
-            self._info, max_threads=1, cache_enabled=is_cached, cache_limit_bytes=cache_bytes
-        )
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_limit_bytes=cache_bytes)
 
     def compile(self, grammar: str) -> Any:
         """A ``CompiledGrammar``. Raises ``InvalidRequest`` for a grammar with an error or with slow masks."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from radixserve.engine.constraint import ConstraintSource, TokenConstraint
 from radixserve.engine.errors import InvalidRequest
-from radixserve.engine.messages import FinishReason, Outputs, Rejected, Submit, ToFrontend, TokenEvent
+from radixserve.engine.messages import TOKEN_BYTES, FinishReason, Outputs, Rejected, Submit, ToFrontend, TokenEvent
 from radixserve.engine.request import overloaded
 from radixserve.engine.scheduler import Scheduler
 
@@ -57,7 +57,10 @@ class Intake:
         return sum(len(job.senders) for job in self._jobs.values())
 
     def submit(self, frontend: bytes, submit: Submit) -> Rejected | None:
-        """Accept a request (None), or say why not. Raises ValueError when its ``prompt_ids`` are malformed."""
+        """Accept a request (None), or say why not."""
+        if len(submit.prompt_ids) % TOKEN_BYTES:
+            message = f"malformed request: {len(submit.prompt_ids)} bytes are no whole tokens"
+            return Rejected(submit.uid, message, code="malformed", param="prompt")
         grammar = submit.sampling.grammar
         constraint = None if grammar is None else self._grammars.cached(grammar)
         if grammar is None or constraint is not None:

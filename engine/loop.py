@@ -18,7 +18,6 @@ from radixserve.engine.messages import (
     Hello,
     Observation,
     Ping,
-    Rejected,
     Submit,
     ToEngine,
     Watch,
@@ -81,22 +80,29 @@ class EngineLoop:
             self._handle(frontend, message)
         for frontend in self._frontends.take_gone():
             self._intake.forget_frontend(frontend)
-        if self._watch.watched:
-            self._show()
+        if (shown := self._watch.take()) is not None:
+            for frontend in shown[0]:
+                self._frontends.send(frontend, Observation(self._status().stats, shown[1]))
         if time.monotonic() >= self._next_heartbeat:
-            self._next_heartbeat = time.monotonic() + HEARTBEAT_S
-            for frontend, rejected in self._scheduler.expire():
-                self._frontends.send(frontend, rejected)
-            self._tell_status()
-            if not busy and not messages:
-                self._check_integrity()
+            self._heartbeat(is_quiet=not busy and not messages)
         if busy:
             self._checked = False
+
+    def _heartbeat(self, *, is_quiet: bool) -> None:
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_S
+        for frontend, rejected in self._scheduler.expire():
+            self._frontends.send(frontend, rejected)
+        self._tell_status()
+        if is_quiet and not self._checked:
+            # Once in each quiet period. An error ends the process, which is then replaced.
+            self._scheduler.check_integrity()
+            self._checked = True
 
     def _handle(self, frontend: bytes, message: ToEngine) -> None:
         match message:
             case Submit():
-                self._submit(frontend, message)
+                if (rejected := self._intake.submit(frontend, message)) is not None:
+                    self._frontends.send(frontend, rejected)
             case Abort(uid):
                 self._intake.abort(frontend, uid)
             case AbortRequest(request_id):
@@ -109,26 +115,6 @@ class EngineLoop:
                 self._frontends.send(frontend, self._status())
             case _:
                 assert_never(message)
-
-    def _submit(self, frontend: bytes, submit: Submit) -> None:
-        try:
-            rejected = self._intake.submit(frontend, submit)
-        except ValueError as error:
-            rejected = Rejected(submit.uid, f"malformed request: {error}", code="malformed", param="prompt")
-        if rejected is not None:
-            self._frontends.send(frontend, rejected)
-
-    def _show(self) -> None:
-        match self._watch.take():
-            case frontends, view:
-                for frontend in frontends:
-                    self._frontends.send(frontend, Observation(self._status().stats, view))
-
-    def _check_integrity(self) -> None:
-        """Once in each quiet period, when nobody waits for it. An error ends the process, which is then replaced."""
-        if not self._checked:
-            self._scheduler.check_integrity()
-            self._checked = True
 
     def _ms_to_wait(self) -> int:
         """To the next heartbeat; less while a grammar is compiled, whose end sends no message, or somebody watches."""

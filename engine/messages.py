@@ -14,6 +14,8 @@ import msgspec
 from radixserve.engine.observation import EngineView
 from radixserve.engine.sampling_params import SamplingParams
 
+TOKEN_BYTES = 4  # of an id in a message
+
 
 class FinishReason(StrEnum):
     """Why a request ended. STOP: end-of-sequence or a stop id. LENGTH: token or context limit."""

@@ -45,10 +45,3 @@ class InsertResult(NamedTuple):
 
     handle: Handle
     already_there: int
-
-
-class CacheSizes(NamedTuple):
-    """Pages of the tree: ``evictable`` by eviction now, ``protected`` by a lock on them or below them."""
-
-    evictable: int
-    protected: int

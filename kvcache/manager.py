@@ -99,7 +99,7 @@ class CacheManager:
         return CacheStats(
             total_tokens=self._pool.num_pages * self.page_size,
             free_tokens=self._pool.num_free * self.page_size,
-            evictable_tokens=self._prefixes.sizes().evictable * self.page_size,
+            evictable_tokens=self._prefixes.evictable_pages * self.page_size,
             hit_tokens=self._hit_tokens,
             evicted_tokens=self._evicted_pages * self.page_size,
         )
@@ -243,13 +243,13 @@ class CacheManager:
 
     def _available_pages(self) -> int:
         """Pages that are free, and those that eviction could free."""
-        return self._pool.num_free + self._prefixes.sizes().evictable
+        return self._pool.num_free + self._prefixes.evictable_pages
 
     def _take(self, count: int) -> Int32s | None:
         """``count`` pages, by eviction if need be, or None with nothing changed."""
         missing = count - self._pool.num_free
         if missing > 0:
-            if missing > self._prefixes.sizes().evictable:
+            if missing > self._prefixes.evictable_pages:
                 return None
             self._evicted_pages += missing
             self._pool.free(self._prefixes.evict(missing))

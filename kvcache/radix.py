@@ -7,7 +7,7 @@ ordered list instead of a heap or a clock (see ``eviction.py``). ``docs/prefix_c
 
 import numpy as np
 
-from radixserve.kvcache.base import NOTHING, CacheSizes, Handle, InsertResult, Int32s, Node
+from radixserve.kvcache.base import NOTHING, Handle, InsertResult, Int32s, Node
 from radixserve.kvcache.compare import common_pages
 from radixserve.kvcache.eviction import EVICTION_ORDERS
 from radixserve.kvcache.watch import TreeWatch
@@ -32,8 +32,7 @@ class RadixPrefixCache:
         self._page_bytes = page_size * _TOKEN_BYTES
         self._root = Node(None, b"", b"", NOTHING)
         self._order = EVICTION_ORDERS[eviction_policy]()
-        self._evictable_pages = 0
-        self._protected_pages = 0
+        self.evictable_pages = 0  # those that no lock protects, on them or below them
         self._watch: TreeWatch | None = None
 
     def observe(self, watch: TreeWatch | None) -> None:
@@ -69,8 +68,7 @@ class RadixPrefixCache:
         while node.parent is not None:
             if node.locks == 0:
                 self._order.remove(node)
-                self._evictable_pages -= len(node.pages)
-                self._protected_pages += len(node.pages)
+                self.evictable_pages -= len(node.pages)
             node.locks += 1
             node = node.parent
         assert node is self._root, "the handle was evicted before it was locked"
@@ -84,8 +82,7 @@ class RadixPrefixCache:
             node.locks -= 1
             if node.locks == 0:
                 self._order.add(node)
-                self._evictable_pages += len(node.pages)
-                self._protected_pages -= len(node.pages)
+                self.evictable_pages += len(node.pages)
             node = node.parent
         if self._watch is not None:
             self._watch.unlocked(handle.node)
@@ -115,8 +112,8 @@ class RadixPrefixCache:
         """Give up ``num_pages`` unprotected pages, or all if there are fewer, least valuable leaves first. The last one
         may only lose its end: the rest stays, and goes first next time."""
         freed = [NOTHING]
-        missing = min(num_pages, self._evictable_pages)
-        self._evictable_pages -= missing
+        missing = min(num_pages, self.evictable_pages)
+        self.evictable_pages -= missing
         while missing > 0:
             leaf = self._order.victim()
             assert not leaf.children and leaf.parent is not None, "an eviction order named an inner node"
@@ -136,20 +133,17 @@ class RadixPrefixCache:
                 leaf.parent = None  # no reference cycle: the node is freed here, not by the garbage collector
         return np.concatenate(freed)
 
-    def sizes(self) -> CacheSizes:
-        return CacheSizes(evictable=self._evictable_pages, protected=self._protected_pages)
-
     def owned_pages(self) -> Int32s:
         """Every page of the tree, in no order. Walks the tree: for checks, not for each step."""
         return np.concatenate([node.pages for node in self._nodes()])
 
     def clear(self) -> Int32s:
         """Evict all that is not protected."""
-        return self.evict(self._evictable_pages)
+        return self.evict(self.evictable_pages)
 
     def check_integrity(self) -> None:
         """Raise AssertionError on any broken invariant of the structure."""
-        evictable = protected = 0
+        evictable = 0
         nodes = self._nodes()
         for node in nodes:
             for branch, child in node.children.items():
@@ -161,8 +155,7 @@ class RadixPrefixCache:
             if node is not self._root:
                 assert node.locks >= sum(child.locks for child in node.children.values()), "a lock misses its parents"
                 evictable += len(node.pages) if node.locks == 0 else 0
-                protected += len(node.pages) if node.locks > 0 else 0
-        assert (evictable, protected) == (self._evictable_pages, self._protected_pages), "page counts are off"
+        assert evictable == self.evictable_pages, "the count of pages is off"
         unprotected = {node for node in nodes if node.locks == 0 and node is not self._root}
         assert unprotected == set(self._order.nodes), "the eviction order misses nodes or has too many"
         owned = self.owned_pages()
@@ -221,7 +214,7 @@ class RadixPrefixCache:
         leaf = Node(parent, branch, bytes(query[start:]), pages[start // self._page_bytes :].copy())
         parent.children[branch] = leaf
         self._order.add(leaf)
-        self._evictable_pages += len(leaf.pages)
+        self.evictable_pages += len(leaf.pages)
         if self._watch is not None:
             self._watch.inserted(leaf)
         return leaf

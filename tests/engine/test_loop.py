@@ -255,11 +255,12 @@ def test_malformed_submits_with_a_uid_are_refused(tmp_path: Path) -> None:
         {"type": "submit", "uid": 1, "request_id": "", "prompt_ids": "text", "sampling": {}},
         {"type": "submit", "uid": 2, "request_id": "", "prompt_ids": b"\1\0\0\0", "sampling": {"temperature": -1.0}},
         {"type": "submit", "uid": 3, "request_id": "", "prompt_ids": b"\1\0\0", "sampling": {}},
+        {"type": "submit", "uid": 4, "request_id": "", "prompt_ids": b"\1\0\0", "sampling": {"grammar": "5"}},
     ]
     with running(tmp_path) as engine, connected(engine) as client:
         for body in bodies:
             client.socket.send(msgspec.msgpack.encode(body))
-        told = client.ends({1, 2, 3})
+        told = client.ends({1, 2, 3, 4})
         assert all(isinstance(event, Rejected) for events in told.values() for event in events)
         refused = told[2][0]
         assert isinstance(refused, Rejected) and refused.param == "temperature"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from radixserve.kvcache.base import CacheSizes, Int32s
+from radixserve.kvcache.base import Int32s
 from radixserve.kvcache.radix import RadixPrefixCache
 
 ALL = 10**6
@@ -17,6 +17,11 @@ def ids(*spans: tuple[int, int]) -> Int32s:
 
 def pages(first: int, count: int) -> Int32s:
     return np.arange(first, first + count, dtype=np.int32)
+
+
+def sizes(tree: RadixPrefixCache) -> tuple[int, int]:
+    """Pages that are evictable and protected."""
+    return tree.evictable_pages, len(tree.owned_pages()) - tree.evictable_pages
 
 
 def add(tree: RadixPrefixCache, tokens: Int32s, first_page: int, namespace: str = "") -> int:
@@ -58,7 +63,7 @@ def test_a_difference_inside_a_page_loses_that_page() -> None:
 def test_a_prompt_shorter_than_a_page_is_neither_kept_nor_found() -> None:
     tree = RadixPrefixCache(16)
     assert add(tree, ids((1, 15)), first_page=0) == 0
-    assert tree.sizes() == CacheSizes(evictable=0, protected=0)
+    assert sizes(tree) == (0, 0)
     assert tree.match(ids((1, 15))).cached_len == 0
     assert found(tree, np.empty(0, np.int32)) == []
 
@@ -83,7 +88,7 @@ def test_a_split_leaves_both_halves_locked(page_size: int) -> None:
     own_b = pages(100, total)[32 // page_size :]
     own_c = pages(200, 32 // page_size)[16 // page_size :]
     assert sorted(freed) == [*own_b, *own_c]
-    assert tree.sizes() == CacheSizes(evictable=0, protected=total)
+    assert sizes(tree) == (0, total)
     assert tree.pages(handle).tolist() == pages(0, total).tolist()
     assert found(tree, text_a) == pages(0, total).tolist()
     assert tree.match(text_b).cached_len == 32
@@ -91,7 +96,7 @@ def test_a_split_leaves_both_halves_locked(page_size: int) -> None:
 
     tree.unlock(handle)
     assert sorted(tree.evict(ALL)) == pages(0, total).tolist()
-    assert tree.sizes() == CacheSizes(evictable=0, protected=0)
+    assert sizes(tree) == (0, 0)
     tree.check_integrity()
 
 
@@ -115,7 +120,7 @@ def test_inserting_known_text_changes_no_page_and_says_so() -> None:
     assert again.already_there == 512
     tree.lock(again.handle)
     assert tree.pages(again.handle).tolist() == pages(0, 32).tolist()
-    assert tree.sizes() == CacheSizes(evictable=0, protected=32)
+    assert sizes(tree) == (0, 32)
 
 
 def test_the_tree_keeps_its_own_copy_of_what_is_inserted() -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from radixserve.kvcache.base import CacheSizes, Handle, Int32s
+from radixserve.kvcache.base import Handle, Int32s
 from radixserve.kvcache.radix import RadixPrefixCache
 
 NUM_PAGES = 40
@@ -128,7 +128,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         owned = self.tree.owned_pages().tolist()
         assert sorted([*owned, *self.free]) == list(range(NUM_PAGES))
         protected = sum(entry.locks > 0 for entry in self.model.values())
-        assert self.tree.sizes() == CacheSizes(evictable=len(self.model) - protected, protected=protected)
+        assert self.tree.evictable_pages == len(self.model) - protected
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
