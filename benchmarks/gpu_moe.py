@@ -38,7 +38,7 @@ from radixserve.kernels.select import select_ops
 BYTES_PER_S = 4.29e12  # of an H200, and what it multiplies in bf16
 FLOP_PER_S = 788e12
 VALUE_BYTES = 2  # of activations, keys and values
-TOKENS = (1, 4, 16, 17, 64, 256, 1024, 4096)
+TOKENS = (1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096)
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
@@ -140,7 +140,11 @@ def run_engine(tiny: bool, quantization: str, run: Callable[[list[str]], object]
 def short(tiles: Any) -> str:
     """Of both products rows x columns x depth x stages x warps."""
     parts = ["/".join("x".join(map(str, tile)) for tile in (tiles.gate_up, tiles.down))]
-    return " ".join([*parts, *["sorted"] * tiles.sorts, *["scaled"] * tiles.scaled, f"group {tiles.group}"])
+    return (
+        "by pair"
+        if tiles.by_pair
+        else " ".join([*parts, *["sorted"] * tiles.sorts, *["scaled"] * tiles.scaled, f"group {tiles.group}"])
+    )
 
 
 class LayerCase:
@@ -204,12 +208,14 @@ class LayerCase:
             shared_bytes = torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor
             return triton_experts.choose_tiles(tokens, per_token, count, shared_bytes, bits, has_scaled=has_scaled)
 
-        chosen, others = tiles_for(num_tokens), [*map(tiles_for, (1, 17, 256, 1024, 16384)), tiles_for(1024, False)]
+        chosen, others = tiles_for(num_tokens), [*map(tiles_for, (1, 8, 17, 256, 1024, 16384)), tiles_for(8, False)]
         if num_tokens in MORE_AT:
             tiles = [tuple(triton_experts.Tile(*sizes) for sizes in pair) for pair in MORE[bits]]
             others += [triton_experts.Tiles(*pair, group=group) for pair in tiles for group in (1, 4)]
-        fitting = {tiles for tiles in others if tiles.sorts or num_tokens <= tiles.gate_up.rows}
-        if not chosen.sorts:
+        fitting = {
+            tiles for tiles in others if tiles.sorts or num_tokens <= (16 if tiles.by_pair else tiles.gate_up.rows)
+        }
+        if not chosen.sorts and not chosen.by_pair:
             fitting.add(replace(chosen, sorts=True))
         named = {short(tiles): partial(with_tiles, tiles) for tiles in fitting - {chosen}}
         return {f"chosen {short(chosen)}": partial(with_tiles, chosen), **named}

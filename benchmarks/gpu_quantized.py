@@ -28,7 +28,8 @@ from radixserve.kernels.triton_scaled import multiply_scaled, round_tokens, scal
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 FORMS = (Form(8, None), Form(8, 128, height=128), Form(4, 128))
-TOKENS = (1, 2, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096, 8192)
+TOKENS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
+MORE_AT = (16, 32, 64, 128)  # tokens for which narrow products are tried with other tiles
 L2_BYTES = 60e6
 FLOP_PER_US = {8: 1576e6, 4: 788e6}  # of an H200: e4m3, and bf16
 
@@ -44,14 +45,20 @@ def candidates(tokens: int, form: Form, ops: CudaOps) -> dict[str, Multiply]:
         ways |= {f"vector {size}": partial(vector_linear, block_bytes=size) for size in (8192, 32768)}
     if tokens <= (256 if form.bits == 4 else 128):
         ways["narrow"] = partial(narrow_linear, bias=None, pdl=True)
-        for tile, parts in narrow_tiles(tokens, form):
+        for tile, parts in narrow_tiles(tokens, form) if tokens in MORE_AT else ():
             name = f"narrow {'x'.join(map(str, tile))} in {parts or 'some'}"
             ways[name] = partial(narrow_linear, bias=None, pdl=True, tile=tile, parts=parts)
-    if form.bits == 8:
-        ways["scaled"] = partial(scaled_linear, bias=None, pdl=True)
-    if form.group is not None and form.bits == 8:
-        for tile in scaled_tiles(tokens):
-            ways[f"scaled {'x'.join(map(str, tile))}"] = partial(scaled, tile=tile)
+    return ways if form.bits == 4 else ways | scaled_candidates(tokens, form)
+
+
+def scaled_candidates(tokens: int, form: Form) -> dict[str, Multiply]:
+    ways: dict[str, Multiply] = {"scaled": partial(scaled_linear, bias=None, pdl=True)}
+    if form.group is not None:
+        ways |= {f"scaled {'x'.join(map(str, tile))}": partial(scaled, tile=tile) for tile in scaled_tiles(tokens)}
+    if 64 < tokens <= 512:
+        for tile in scaled_tiles(tokens)[1:4:2]:
+            for parts in (1, 2, 4):
+                ways[f"parts {'x'.join(map(str, tile))} in {parts}"] = partial(scaled, tile=tile, parts=parts)
     return ways
 
 
@@ -59,7 +66,7 @@ def narrow_tiles(tokens: int, form: Form) -> list[tuple[Tile, int | None]]:
     """Of rows of weights and columns of tokens, and how many parts of the inner dimension."""
     columns = min(64, max(16, 1 << (tokens - 1).bit_length()))
     few, many = Tile(64, columns, 128, 4, 4), Tile(128, columns, 128, 4, 4)
-    tiles = [(many if form.bits == 4 else few, parts) for parts in (1, 2, 4, 8)]
+    tiles: list[tuple[Tile, int | None]] = [(many if form.bits == 4 else few, parts) for parts in (1, 2, 4, 8)]
     tiles += [(few if form.bits == 4 else many, None), (many._replace(stages=6 if columns < 64 else 3), None)]
     return tiles + [(many._replace(columns=32), None)] * (columns == 64)
 
@@ -75,9 +82,9 @@ def scaled_tiles(tokens: int) -> list[Tile]:
     return [Tile(columns, 64, 128, 6, 4), Tile(columns, 128, 128, 4, 8), Tile(columns, 128, 128, 4, 4)]
 
 
-def scaled(x: Tensor, matrix: QuantizedMatrix, tile: Tile) -> Tensor:
+def scaled(x: Tensor, matrix: QuantizedMatrix, tile: Tile, parts: int = 1) -> Tensor:
     narrow, scales = round_tokens(x, matrix.form.group, pdl=True)
-    return multiply_scaled(narrow, scales, matrix, None, x.dtype, pdl=True, tile=tile)
+    return multiply_scaled(narrow, scales, matrix, None, x.dtype, pdl=True, tile=tile, parts=parts)
 
 
 def measure(name: str, form: Form) -> list[dict[str, Any]]:
@@ -96,7 +103,8 @@ def measure(name: str, form: Form) -> list[dict[str, Any]]:
         ways, errors = candidates(tokens, form, ops), [0.0]
         for way, multiply in ways.items():
             try:
-                errors.append(relative_error(multiply(x, matrices[0]), exact))
+                product = multiply(x, matrices[0])
+                errors.append(relative_error(product if product.dim() == 2 else product.float().sum(0), exact))
                 row[way] = _time(partial(multiply, x), matrices)
             except Exception as error:  # a tile that does not fit is a result too
                 print(f"{way}: {str(error)[:200]}")
@@ -124,7 +132,7 @@ def print_sums(results: list[dict[str, Any]]) -> None:
             rows = [row for row in results if row["form"] == form and row["tokens"] == tokens]
             sums: dict[str, float] = defaultdict(float)
             for row in rows:
-                for kind in ("bf16", "floor", *(product.value for product in Product)):
+                for kind in ("bf16", "floor", "parts", *(product.value for product in Product)):
                     times = [us for way, us in row.items() if way.split()[0] == kind and isinstance(us, float)]
                     if times:
                         sums[kind] += row.get(kind, times[0])

@@ -28,7 +28,7 @@ from radixserve.kernels.triton_scaled import round_tokens
 
 # Up to so many need no sorting. 16 could go without it, the rows of the smallest tensor-core product.
 _FEW_TOKENS = 8
-_MOST_BY_PAIR = 2
+_MOST_BY_PAIR = 4
 _LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have
 _TABLE = 4096  # rows times experts that a program of the routing holds
 _LONGEST_PREFETCH = 8192  # of a row of weights, in bytes

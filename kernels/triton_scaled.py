@@ -1,5 +1,6 @@
 """Products of matrices in e4m3 with tokens that are rounded to e4m3 too, on the tensor cores for that: the vendor's
-library where a scale is for a whole row and token, and a kernel where scales are for blocks of both.
+library where a scale is for a whole row and token, and a kernel where scales are for blocks of both, or where so few
+tokens meet so few rows that the inner dimension is cut into parts.
 
 Tensor cores sum up a block of columns, and its sums get their scales on the way to those of fp32 (as DeepGEMM has it).
 This must not take longer than the products: so tokens are the left factor where they are many, a thread holds few of
@@ -14,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from radixserve.kernels.interface import Norm
 from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, QuantizedMatrix
 from radixserve.kernels.triton_linear import Tile
 
 _MOST_RIGHT = 64  # tokens that are the right factor
+_PROGRAMS, _MIN_COLUMNS = 264, 1024  # that keep an H200 busy, and that are worth a program
 _WALKING = 8  # tiles of tokens that go over the matrix together, so that they find it in the L2 cache
 
 
@@ -28,11 +31,12 @@ def _matmul(
     weight_ptr,  # e4m3 [N, K]
     scale_ptr,  # fp32 [N, groups]
     bias_ptr,  # [N] if BIAS
-    out_ptr,  # [T, N]
+    out_ptr,  # [parts, T, N]
     T,
     N,
     K,  # a multiple of DEPTH
-    DEPTH: tl.constexpr,  # columns of a group
+    DEPTH: tl.constexpr,
+    GROUPED: tl.constexpr,  # groups are of DEPTH columns; else there is one for each row
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     LEFT: tl.constexpr,  # tokens are the left factor, of 64 rows at least
@@ -41,13 +45,14 @@ def _matmul(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    steps, part = tl.cdiv(K // DEPTH, tl.num_programs(1)), tl.program_id(1)
     tiles_t, tiles_n = tl.cdiv(T, BLOCK_T), tl.cdiv(N, BLOCK_N)
     first_t = tl.program_id(0) // (WALKING * tiles_n) * WALKING
     within, walking = tl.program_id(0) % (WALKING * tiles_n), tl.minimum(tiles_t - first_t, WALKING)
     t = (first_t + within % walking) * BLOCK_T + tl.arange(0, BLOCK_T)
     first_n = within // walking * BLOCK_N
     n = first_n + tl.arange(0, BLOCK_N)
-    row, there, k, groups = tl.minimum(n, N - 1), t < T, tl.arange(0, DEPTH), K // DEPTH
+    row, there, k, groups = tl.minimum(n, N - 1), t < T, tl.arange(0, DEPTH), K // DEPTH if GROUPED else 1
     weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * K + k[None, :]
     scale_ptrs = scale_ptr + (first_n if BLOCKED else row) * groups
@@ -56,33 +61,55 @@ def _matmul(
         gdc_launch_dependents()
         gdc_wait()
     # Scales are loaded a step ahead: the products wait for nothing but their factors.
-    scale, x_scale = tl.load(scale_ptrs), tl.load(x_scale_ptr + t, mask=there, other=0.0)
-    for group in range(groups):
-        weight = tl.load(weight_ptrs + group * DEPTH)
-        x = tl.load(x_ptrs + group * DEPTH, mask=there[:, None], other=0.0)
-        after = tl.minimum(group + 1, groups - 1)
-        next_scale = tl.load(scale_ptrs + after)
-        next_x_scale = tl.load(x_scale_ptr + after * T + t, mask=there, other=0.0)
-        part = tl.dot(x, tl.trans(weight)) if LEFT else tl.dot(weight, tl.trans(x))
-        if BLOCKED:
-            x_scale *= scale
+    group = tl.minimum(part * steps, groups - 1)
+    scale, x_scale = tl.load(scale_ptrs + group), tl.load(x_scale_ptr + group * T + t, mask=there, other=0.0)
+    for step in range(part * steps, tl.minimum((part + 1) * steps, K // DEPTH)):
+        weight = tl.load(weight_ptrs + step * DEPTH)
+        x = tl.load(x_ptrs + step * DEPTH, mask=there[:, None], other=0.0)
+        if GROUPED:
+            group = tl.minimum(step + 1, groups - 1)
+            next_scale = tl.load(scale_ptrs + group)
+            next_x_scale = tl.load(x_scale_ptr + group * T + t, mask=there, other=0.0)
+            acc += _scaled(_product(x, weight, LEFT), x_scale, scale, LEFT, BLOCKED)
+            scale, x_scale = next_scale, next_x_scale
         else:
-            part *= scale[None, :] if LEFT else scale[:, None]
-        acc += part * (x_scale[:, None] if LEFT else x_scale[None, :])
-        scale, x_scale = next_scale, next_x_scale
+            acc += _product(x, weight, LEFT)
+    if not GROUPED:
+        acc = _scaled(acc, x_scale, scale, LEFT, BLOCKED)
     if not LEFT:
         acc = tl.trans(acc)
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-    out_ptrs = out_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
+    out_ptrs = out_ptr + (part * T + t).to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (n < N)[None, :])
 
 
 @triton.jit
+def _product(x, weight, LEFT: tl.constexpr):
+    """A sum of its own, as those of the tensor cores have 14 bits (DeepSeek-V3's report): they must not go on."""
+    return tl.dot(x, tl.trans(weight)) if LEFT else tl.dot(weight, tl.trans(x))
+
+
+@triton.jit
+def _scaled(product, x_scale, scale, LEFT: tl.constexpr, BLOCKED: tl.constexpr):
+    if BLOCKED:
+        x_scale *= scale
+    else:
+        product *= scale[None, :] if LEFT else scale[:, None]
+    return product * (x_scale[:, None] if LEFT else x_scale[None, :])
+
+
+@triton.jit
 def _round_tokens(
-    x_ptr,  # [T, SIZE]
+    x_ptr,  # [PARTS, T, SIZE], to be summed
+    residual_ptr,  # [T, SIZE], read and overwritten if ADD
+    norm_ptr,  # [SIZE] if NORM
     out_ptr,  # e4m3 [T, SIZE]
     scale_ptr,  # fp32 [SIZE / GROUP, T]
+    eps,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     SIZE: tl.constexpr,
@@ -96,22 +123,45 @@ def _round_tokens(
         gdc_wait()
     token, group, at = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS), tl.arange(0, BLOCK)
     there = group < SIZE // GROUP
-    spot = token * SIZE + group[:, None] * GROUP + at[None, :]
-    inside = there[:, None] & (at < GROUP)[None, :]
+    column = group[:, None] * GROUP + at[None, :]
+    inside, spot = there[:, None] & (at < GROUP)[None, :], token * SIZE + column
     x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * tl.num_programs(0) * SIZE + spot, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        # Rounded first, as the stream that the next layer reads is: both see the same numbers.
+        x = (x + tl.load(residual_ptr + spot, mask=inside, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(residual_ptr + spot, x, mask=inside)
+        x = x.to(tl.float32)
+    if NORM:
+        x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 1) / LARGEST, SMALLEST)
     rounded = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
     tl.store(out_ptr + spot, rounded.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(scale_ptr + group * tl.num_programs(0) + token, scale, mask=there)
 
 
-def scaled_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool) -> Tensor:
-    """x [T, K], its columns as those of ``matrix`` [N, K] in e4m3 lie, @ matrix.T (+ bias): [T, N]. x is rounded to
-    e4m3 with a scale for each token or, where the matrix has groups, for each group of its columns."""
+def scaled_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool, parts: int = 1) -> Tensor:
+    """x [T, K], its columns as those of ``matrix`` [N, K] in e4m3 lie, @ matrix.T (+ bias): [T, N], or without a bias
+    in ``parts`` [P, T, N]. x is rounded to e4m3 with a scale for each token or, where the matrix has groups, for each
+    group of its columns."""
     narrow, scales = round_tokens(x, matrix.form.group, pdl)
-    if matrix.form.group is not None:
-        return multiply_scaled(narrow, scales, matrix, bias, x.dtype, pdl)
-    product = torch._scaled_mm(narrow, matrix.values.t(), scales.t(), matrix.scales.t(), out_dtype=x.dtype)
+    return multiply(narrow, scales, matrix, bias, x.dtype, pdl, parts)
+
+
+def multiply(
+    x: Tensor,
+    scales: Tensor,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    pdl: bool,
+    parts: int = 1,
+) -> Tensor:
+    """``scaled_linear`` of tokens that ``round_tokens`` has rounded."""
+    if matrix.form.group is not None or parts > 1:
+        return multiply_scaled(x, scales, matrix, bias, dtype, pdl, parts=parts)
+    product = torch._scaled_mm(x, matrix.values.t(), scales.t(), matrix.scales.t(), out_dtype=dtype)
     return product if bias is None else product.add_(bias)
 
 
@@ -123,13 +173,15 @@ def multiply_scaled(
     dtype: torch.dtype,
     pdl: bool,
     tile: Tile | None = None,
+    parts: int = 1,
 ) -> Tensor:
-    """x e4m3 [T, K], its ``scales`` [K / group, T] for the groups of ``matrix`` [N, K], @ matrix.T (+ bias): [T, N].
-    Tile: of tokens and matrix."""
+    """x e4m3 [T, K], its ``scales`` [K / group, T] for the groups of ``matrix`` [N, K], @ matrix.T (+ bias): [T, N] or,
+    without a bias, in parts [P, T, N]. Tile: of tokens and matrix."""
     (t, k), n, form = x.shape, matrix.shape[0], matrix.form
-    out = torch.empty(t, n, dtype=dtype, device=x.device)
+    assert parts == 1 or bias is None
+    out = torch.empty(parts, t, n, dtype=dtype, device=x.device)
     tile = tile or _scaled_tile(t)
-    _matmul[(triton.cdiv(t, tile.rows) * triton.cdiv(n, tile.columns),)](
+    _matmul[(triton.cdiv(t, tile.rows) * triton.cdiv(n, tile.columns), parts)](
         x,
         scales,
         matrix.values,
@@ -139,7 +191,8 @@ def multiply_scaled(
         t,
         n,
         k,
-        DEPTH=form.group,
+        DEPTH=form.group or _depth(k),
+        GROUPED=form.group is not None,
         BLOCK_N=tile.columns,
         BLOCK_T=tile.rows,
         LEFT=t > _MOST_RIGHT,
@@ -151,7 +204,20 @@ def multiply_scaled(
         num_stages=tile.stages,
         launch_pdl=pdl,
     )
-    return out
+    return out if parts > 1 else out[0]
+
+
+def num_parts(tokens: int, matrix: QuantizedMatrix) -> int:
+    """Into how many parts a product that adds to the stream is cut, so that its few rows keep all multiprocessors busy;
+    the norm that follows sums them up."""
+    tile, (rows, columns) = _scaled_tile(tokens), matrix.shape
+    tiles = triton.cdiv(tokens, tile.rows) * triton.cdiv(rows, tile.columns)
+    parts: int = max(1, min(_PROGRAMS // tiles, columns // _MIN_COLUMNS))
+    return 1 << (parts.bit_length() - 1)
+
+
+def _depth(columns: int) -> int:
+    return next(depth for depth in (128, 64, 32, 16) if columns % depth == 0)
 
 
 def _scaled_tile(tokens: int) -> Tile:
@@ -160,17 +226,26 @@ def _scaled_tile(tokens: int) -> Tile:
     return Tile(64, 128, 128, 4, 4) if tokens <= 256 else Tile(128, 128, 128, 4, 8)
 
 
-def round_tokens(x: Tensor, group: int | None, pdl: bool) -> tuple[Tensor, Tensor]:
-    """x [T, K] in e4m3, and the scale of each ``group`` columns of a token, or of all: fp32 [K / group, T]."""
-    tokens, size = x.shape
+def round_tokens(
+    x: Tensor, group: int | None, pdl: bool, norm: Norm | None = None, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, K] in e4m3, and the scale of each ``group`` columns of a token, or of all: fp32 [K / group, T]. With
+    ``norm``, the norm of x or of x + residual, which then replaces ``residual``; x may come in parts [P, T, K]."""
+    tokens, size = x.shape[-2:]
     group = group or size
-    narrow = torch.empty_like(x, dtype=FP8)
+    narrow = x.new_empty(tokens, size, dtype=FP8)
     scales = x.new_empty(size // group, tokens, dtype=torch.float32)
     block = triton.next_power_of_2(size)
     _round_tokens[(tokens,)](
         x,
+        x if residual is None else residual,
+        x if norm is None else norm.weight,
         narrow,
         scales,
+        norm.eps if norm else 0.0,
+        PARTS=x.shape[0] if x.dim() == 3 else 1,
+        ADD=residual is not None,
+        NORM=norm is not None,
         LARGEST=FP8_MAX,
         SMALLEST=SMALLEST_SCALE,
         SIZE=size,

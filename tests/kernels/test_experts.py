@@ -114,7 +114,7 @@ def test_one_expert_may_get_all_tokens(tokens: int) -> None:
         assert error(out, mixture.expected(x, per_token, True)) < (1e-5 if INTERPRETED else 1e-2)
 
 
-@pytest.mark.parametrize("tokens", [8, 40, 70])
+@pytest.mark.parametrize("tokens", [4, 8, 40, 70])
 def test_padding_goes_to_no_expert_and_changes_nothing(tokens: int) -> None:
     from radixserve.kernels.triton_experts import choose_tiles, route
 
@@ -146,7 +146,7 @@ FORMS = [Form(8, None), Form(8, 128), Form(8, 32), Form(4, 32), Form(4, 128)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 40])
 def test_quantized_experts_answer_what_their_weights_stand_for(form: Form, tokens: int) -> None:
     mixture, x = Mixture(6, 256, 128), randn(tokens, 256)
     stacks, slots = mixture.quantized(form), torch.arange(tokens, device=DEVICE)

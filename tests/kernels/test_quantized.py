@@ -136,16 +136,19 @@ def test_one_token_takes_norm_gate_and_residual_along(form: Form, cols: int, gat
 
 @triton_test
 @pytest.mark.parametrize("num_tokens", [2, 17, 70, 200])
-@pytest.mark.parametrize("height", [1, 128])
-def test_products_of_narrow_tokens_and_weights_are_exact_up_to_sums(num_tokens: int, height: int) -> None:
+@pytest.mark.parametrize("form", [Form(8, None), Form(8, 128), BLOCKS], ids=str)
+def test_products_of_narrow_tokens_and_weights_are_exact_up_to_sums(num_tokens: int, form: Form) -> None:
     multiply_scaled = pytest.importorskip("radixserve.kernels.triton_scaled").multiply_scaled
-    matrix, bias = matrix_of(Form(8, 128, height=height), 200, 256), randn(200)
-    x = randn(num_tokens, 256) * torch.logspace(-3, 3, 256, device=DEVICE).to(DTYPE)  # too much for a single scale
-    narrow = quantize(x, Form(8, 128))
+    matrix, bias = matrix_of(form, 200, 384), randn(200)
+    x = randn(num_tokens, 384) * torch.logspace(-3, 3, 384, device=DEVICE).to(DTYPE)  # too much for a single scale
+    narrow = quantize(x, Form(8, form.group))
     exact = narrow.dequantized(torch.float32) @ matrix.dequantized(torch.float32).T
+    rounded = (narrow.values, narrow.scales.T.contiguous(), matrix)
     for added in (None, bias):
-        ours = multiply_scaled(narrow.values, narrow.scales.T.contiguous(), matrix, added, DTYPE, pdl=not INTERPRETED)
+        ours = multiply_scaled(*rounded, added, DTYPE, pdl=not INTERPRETED)
         assert error(ours, exact if added is None else exact + added) < TOLERANCE
+    parts = multiply_scaled(*rounded, None, DTYPE, pdl=not INTERPRETED, parts=2)
+    assert parts.shape == (2, *exact.shape) and error(parts.float().sum(0), exact) < TOLERANCE
 
 
 @triton_test
@@ -172,6 +175,23 @@ def test_tokens_are_rounded_to_e4m3_one_by_one(group: int | None, cols: int) -> 
     assert (narrow.float() == expected.values.float()).float().mean() > 0.96
 
 
+@triton_test
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("num_parts", [0, 1, 3])  # of what is pending
+def test_tokens_are_rounded_along_with_their_norm(group: int | None, num_parts: int) -> None:
+    triton_scaled = pytest.importorskip("radixserve.kernels.triton_scaled")
+    stream, parts = randn(5, 384), [randn(5, 384) for _ in range(num_parts)]
+    norm, whole = Norm(randn(384), 1e-5), (stream.float() + sum(part.float() for part in parts)).to(DTYPE)
+    residual = stream if parts else None
+    x = torch.stack(parts) if len(parts) > 1 else parts[0] if parts else stream
+    narrow, scales = triton_scaled.round_tokens(x, group, not INTERPRETED, norm, residual)
+    expected = quantize(TorchOps().rms_norm(whole.float(), Norm(norm.weight.float(), norm.eps)), Form(8, group))
+    torch.testing.assert_close(scales.T, expected.scales, rtol=TOLERANCE, atol=0)
+    # As above; and on a GPU the sum may be rounded the other way.
+    assert (narrow.float() == expected.values.float()).float().mean() > 0.9
+    assert residual is None or error(residual, whole) < TOLERANCE
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_scaled_products_are_within_the_rounding_of_their_inputs() -> None:
@@ -182,3 +202,24 @@ def test_scaled_products_are_within_the_rounding_of_their_inputs() -> None:
     exact = quantize(x, Form(8, None)).dequantized(torch.float32) @ matrix.dequantized(torch.float32).T + bias
     assert error(ours, exact) < TOLERANCE
     assert error(ours, TorchOps().linear(x, matrix, bias)) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("form", [Form(8, None), BLOCKS], ids=str)
+@pytest.mark.parametrize("num_tokens", [100, 300])
+def test_layers_of_scaled_products_are_within_the_rounding_of_their_inputs(form: Form, num_tokens: int) -> None:
+    from radixserve.kernels.cuda_ops import CudaOps
+
+    ops, by_torch, norm = CudaOps(pdl=True, multiplies_fp8=True), TorchOps(), Norm(randn(1024), 1e-5)
+    matrix, back = matrix_of(form, 512, 1024), matrix_of(form, 1024, 2048)
+    stream, y = randn(num_tokens, 1024), randn(num_tokens, 2048)
+    for pending in (None, randn(num_tokens, 1024)):
+        expected, ours = (
+            each.project(stream.clone(), None if pending is None else pending.clone(), norm, matrix, None, gated=True)
+            for each in (by_torch, ops)
+        )
+        assert error(ours[0], expected[0]) < TOLERANCE and error(ours[1], expected[1]) < 0.08
+    _, added = ops.add_linear(stream, y, back)
+    assert added is not None
+    assert error(added if added.dim() == 2 else added.float().sum(0), by_torch.linear(y, back)) < 0.05
