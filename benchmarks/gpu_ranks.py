@@ -117,7 +117,7 @@ class Rank:
         return statistics.median(replay_us(graph, REPLAYS))
 
     def draws_us(self, count: int, vocab_size: int) -> dict[str, float]:
-        """Of ``count`` tokens without filters, from parts of their logits, and from all that are gathered before."""
+        """Of ``count`` tokens, from parts of their logits, without filters and with, and from all that are gathered."""
         parallel, kernels = ParallelLogits(self.shard, self.ranks, vocab_size), select_sampling(self.device)
         assert kernels is not None
         part = torch.randn(count, -(-vocab_size // self.shard.size), device=self.device)
@@ -127,14 +127,17 @@ class Rank:
         rules, last_tokens = (rows, floats, ints, rows), torch.zeros(count, dtype=torch.int64, device=self.device)
 
         def from_parts() -> None:
-            best = kernels.best_of_part(part, *rules, parallel.part)
-            kernels.pick(parallel.add_up(best), rows, last_tokens)
+            lines = parallel.add_up(kernels.lines_of_part(part, *rules, parallel.part))
+            kernels.pick(lines, *rules, last_tokens, parallel.part)
 
         def from_all() -> None:
             kernels.draw(parallel.gather(part), *rules, last_tokens)
 
         found = {}
-        for name, body in {"parts": from_parts, "all": from_all}.items():
+        cases = {"parts": (vocab_size, 1.0), "all": (vocab_size, 1.0), "parts, filters": (20, 0.95)}
+        for name, (top_k, top_p) in cases.items():
+            ints[:, 1], floats[:, 1] = top_k, top_p
+            body = from_all if name == "all" else from_parts
             body()
             found[name] = self.replayed_us(body)
             self.graph.reset()
@@ -163,9 +166,7 @@ def run_rank(options: argparse.Namespace) -> None:
     if not options.tiny:
         found = rank.draws_us(256, 151936)
         if is_first:
-            print(
-                f"draws of 256 tokens from parts: {found['parts']:.0f} us, gathered: {found['all']:.0f} us", flush=True
-            )
+            print("draws of 256 tokens from", *(f"{name}: {us:.0f} us" for name, us in found.items()), flush=True)
     if options.out and is_first:
         options.out.write_text(json.dumps(results))
     rank.ranks.least(0)

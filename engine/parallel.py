@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -84,15 +83,14 @@ class ParallelLogits:
     """What becomes of logits [S, vocab] of which each rank computes the columns [S, ceil(vocab / ranks)] of its part of
     the vocabulary: all ranks draw the same tokens, so that no token has to be sent.
 
-    A draw without filters tells the other ranks one score for some thousand tokens; all else gathers the logits.
+    Most draws tell the other ranks a few scores only; all else gathers the logits.
     """
 
     def __init__(self, shard: Shard, ranks: Collectives, vocab_size: int):
-        width = -(-vocab_size // shard.size)
-        starts = [min(rank * width, vocab_size) for rank in range(shard.size + 1)]
+        parts = [LogitPart(rank, shard.size, vocab_size) for rank in range(shard.size)]
         self._ranks = ranks
-        self._columns = [end - start for start, end in pairwise(starts)]
-        self.part = LogitPart(shard.rank, shard.size, starts[shard.rank], self._columns[shard.rank])
+        self._columns = [part.columns for part in parts]
+        self.part = parts[shard.rank]
 
     def gather(self, part: Tensor) -> Tensor:
         """All logits. For NCCL, which no graph shall hold."""
@@ -100,6 +98,6 @@ class ParallelLogits:
         columns = zip(gathered, self._columns, strict=True)
         return torch.cat([logits[:, :count] for logits, count in columns], dim=-1)
 
-    def add_up(self, best: Tensor) -> Tensor:
-        """All ranks' ``SamplingKernels.best_of_part``."""
-        return self._ranks.all_reduce(best)
+    def add_up(self, lines: Tensor) -> Tensor:
+        """All ranks' ``SamplingKernels.lines_of_part``."""
+        return self._ranks.all_reduce(lines)

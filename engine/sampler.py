@@ -21,7 +21,7 @@ from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import Int32s, RowSetup
 from radixserve.engine.token_counts import TokenCounts
 from radixserve.engine.transfer import to_device, to_host
-from radixserve.kernels.interface import SamplingKernels
+from radixserve.kernels.interface import LogitPart, SamplingKernels
 
 # The largest probabilities looked at first to find the top-p set: sorting a vocabulary is slow.
 _TOP_P_HEAD = 256
@@ -134,9 +134,9 @@ class Sampler:
         assert self._kernels is not None
         if self._parallel is None:
             return self._draw(logits, rows, num_known)
-        rules = (rows, self._floats, self._seeds_top_ks, num_known)
-        best = self._kernels.best_of_part(logits, *rules, self._parallel.part)
-        return self._kernels.pick(self._parallel.add_up(best), rows, self.last_tokens)
+        rules, part = (rows, self._floats, self._seeds_top_ks, num_known), self._parallel.part
+        lines = self._parallel.add_up(self._kernels.lines_of_part(logits, *rules, part))
+        return self._kernels.pick(lines, *rules, self.last_tokens, part)
 
     def sample(self, logits: Tensor, batch: SampleBatch, masks: TokenMasks | None = None) -> Sampled:
         """Choose a token for each row of ``logits`` [S, vocab] fp32, which the rules may change in place."""
@@ -183,9 +183,13 @@ class Sampler:
         self._wants_logprobs[row] = sampling.logprobs is not None
         self._num_top[row] = sampling.logprobs or 0
         special = sampling.has_penalties or bool(sampling.logit_bias) or sampling.logprobs is not None
-        filters = self._top_k[row] < self._vocab_size or sampling.top_p < 1 or sampling.min_p > 0
-        needs_all = self._parallel is not None and filters and not sampling.greedy
-        self._plain[row] = not (special or needs_all)
+        self._plain[row] = not special and (self._parallel is None or self._draws_from(self._parallel.part, setup))
+
+    def _draws_from(self, part: LogitPart, setup: RowSetup) -> bool:
+        """Whether the kernels draw for the row from parts of its logits."""
+        sampling, top_k = setup.sampling, self._top_k[setup.row]
+        has_filters = top_k < self._vocab_size or sampling.top_p < 1 or sampling.min_p > 0
+        return sampling.greedy or not has_filters or bool(top_k <= part.most_top_k)
 
     def _draw(self, logits: Tensor, rows: Tensor, num_known: Tensor) -> Tensor:
         assert self._kernels is not None

@@ -221,14 +221,40 @@ def norm_of_stream(ops: Ops, stream: Tensor, pending: Tensor | None, norm: Norm)
 DecodeInputs = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
+LINE_ENTRIES = 256  # scores or logits, with their tokens, by which ranks draw a token without gathering its logits
+
+
 class LogitPart(NamedTuple):
-    """Which of all logits [S, vocab] the ``rank`` of ``ranks`` has: ``columns`` of them, from the token ``first`` on. A
-    tensor of them is as wide as that of any other rank, padded behind its columns."""
+    """Which of all logits [S, vocab] the ``rank`` of ``ranks`` has. A tensor of them is as wide as that of any other
+    rank, padded behind its columns."""
 
     rank: int
     ranks: int
-    first: int
-    columns: int
+    vocab: int
+
+    @property
+    def width(self) -> int:
+        """Of a tensor."""
+        return -(-self.vocab // self.ranks)
+
+    @property
+    def first(self) -> int:
+        """Token of the first column."""
+        return min(self.rank * self.width, self.vocab)
+
+    @property
+    def columns(self) -> int:
+        return min(self.width, self.vocab - self.first)
+
+    @property
+    def slots(self) -> int:
+        """Of each rank, in a line."""
+        return LINE_ENTRIES // self.ranks
+
+    @property
+    def most_top_k(self) -> int:
+        """With this or less a row is drawn from the largest logits of each rank: they fill the slots, hardly more."""
+        return self.slots * 3 // 4
 
 
 class SamplingKernels(Protocol):
@@ -248,14 +274,25 @@ class SamplingKernels(Protocol):
         all or none of them. A CUDA graph may hold it."""
         ...
 
-    def best_of_part(
+    def lines_of_part(
         self, logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, part: LogitPart
     ) -> Tensor:
-        """A draw without filters from parts of the logits begins: fp32 [S, n], to be added up over ranks, exactly."""
+        """How a draw from parts of the logits begins: fp32 [S, n], to be added up over ranks, exactly. For rows that
+        are greedy, have no filters, or a top-k of ``part.most_top_k`` or less, with or without top-p and min-p."""
         ...
 
-    def pick(self, best: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-        """It ends: what ``draw`` would give, from the sum of all ``best_of_part``."""
+    def pick(
+        self,
+        lines: Tensor,
+        rows: Tensor,
+        floats: Tensor,
+        ints: Tensor,
+        num_known: Tensor,
+        last_tokens: Tensor,
+        part: LogitPart,
+    ) -> Tensor:
+        """How it ends, with the sum of all ``lines_of_part``: what ``draw`` would give, the same on all ranks. Of more
+        equal logits than a rank has slots not all may stay, and rounding may decide otherwise where top-p ends."""
         ...
 
     def forbid(self, logits: Tensor, lines: Tensor) -> None:

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from radixserve.kernels.interface import LogitPart
-from radixserve.kernels.triton_sampling import best_of_part, pick, sample
+from radixserve.kernels.triton_parts import lines_of_part, pick
+from radixserve.kernels.triton_sampling import sample
 
 _BLOCK = 4096  # tokens of one program
 _WORD_BITS = 32
@@ -72,13 +73,22 @@ class TritonSampling:
     ) -> Tensor:
         return sample(logits, rows, floats, ints, num_known, last_tokens, self._pdl)
 
-    def best_of_part(
+    def lines_of_part(
         self, logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, part: LogitPart
     ) -> Tensor:
-        return best_of_part(logits, rows, floats, ints, num_known, part, self._pdl)
+        return lines_of_part(logits, rows, floats, ints, num_known, part, self._pdl)
 
-    def pick(self, best: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-        return pick(best, rows, last_tokens, self._pdl)
+    def pick(
+        self,
+        lines: Tensor,
+        rows: Tensor,
+        floats: Tensor,
+        ints: Tensor,
+        num_known: Tensor,
+        last_tokens: Tensor,
+        part: LogitPart,
+    ) -> Tensor:
+        return pick(lines, rows, floats, ints, num_known, last_tokens, part, self._pdl)
 
     def forbid(self, logits: Tensor, lines: Tensor) -> None:
         vocab = logits.shape[1]

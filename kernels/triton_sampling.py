@@ -7,7 +7,7 @@ Top-k, top-p and min-p each keep the tokens from some logit up. ``_floor_of_row`
 the few largest logits where these are sure to hold it: by comparing each with each, or by bisection over the bits of a
 float where they are many.
 
-Each block of columns has a best token, so ranks that hold some of the columns need but add up what they found.
+``triton_parts`` draws the same tokens where ranks have parts of the logits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from radixserve.kernels.interface import LogitPart
 
 BLOCK = 4096  # logits of one program, and candidates for a floor
 FEW = 128  # candidates, compared with each other: the usual top-k leaves no more
@@ -33,7 +31,7 @@ def _mix64(x):
 
 
 @triton.jit
-def _log_exponential(seed, num_known, token):
+def log_exponential(seed, num_known, token):
     """log(E) for each token id: a keyed murmur3 finalizer gives 32 bits, -log1p(-v) turns them into E."""
     key = _mix64(seed.to(tl.uint64) + _mix64(num_known.to(tl.uint64) + 0x9E3779B97F4A7C15))
     h = token.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32)
@@ -54,21 +52,21 @@ def _fast_log(x):
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """Bits of fp32 as uint32 in the order of the values."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _value(key):
-    """The inverse of ``_ordered``."""
+def value_of(key):
+    """The inverse of ``ordered``."""
     bits = key.to(tl.int32, bitcast=True)
     return (bits ^ tl.where(bits < 0, -2147483648, -1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _weight(x, top, scale):
+def weight_of(x, top, scale):
     return tl.exp2((x - top) * scale)
 
 
@@ -85,13 +83,13 @@ def _amount_from(values_ptr, size, key, top, scale, BY_WEIGHT: tl.constexpr, BLO
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         x = _load(values_ptr, start, size, BLOCK)
-        amount = _weight(x, top, scale) if BY_WEIGHT else tl.full([BLOCK], 1.0, tl.float32)
-        total += tl.where((_ordered(x) >= key) & (start + at < size), amount, 0.0)
+        amount = weight_of(x, top, scale) if BY_WEIGHT else tl.full([BLOCK], 1.0, tl.float32)
+        total += tl.where((ordered(x) >= key) & (start + at < size), amount, 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _floor_for(values_ptr, size, target, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def floor_for(values_ptr, size, target, top, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     """The highest key from which on there are ``target`` values, or so much of their weight."""
     key = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
@@ -107,13 +105,13 @@ def _floor_of_values(values_ptr, size, top_k, top_p, weight, top, scale, has_top
     """The floor of top-k, then that of top-p as a share of what top-k has left; ``weight`` is that of all tokens."""
     key = tl.full([], 0, tl.uint32)
     if has_top_k:
-        key = _floor_for(values_ptr, size, top_k, top, scale, False, BLOCK)
+        key = floor_for(values_ptr, size, top_k, top, scale, False, BLOCK)
         # Of several tokens at the floor only as many count as top-k has room for.
         surplus = _amount_from(values_ptr, size, key, top, scale, False, BLOCK) - top_k
         weight = _amount_from(values_ptr, size, key, top, scale, True, BLOCK)
-        weight -= surplus * _weight(_value(key), top, scale)
+        weight -= surplus * weight_of(value_of(key), top, scale)
     if top_p < 1.0:
-        key = tl.maximum(key, _floor_for(values_ptr, size, top_p * weight, top, scale, True, BLOCK))
+        key = tl.maximum(key, floor_for(values_ptr, size, top_p * weight, top, scale, True, BLOCK))
     return key
 
 
@@ -123,28 +121,28 @@ def _floor_of_few(values_ptr, size, top_k, top_p, weight, top, scale, has_top_k,
     at = tl.arange(0, FEW)
     inside = at < size
     x = tl.load(values_ptr + at, mask=inside, other=float("-inf"))
-    keys = tl.where(inside, _ordered(x), 0)
+    keys = tl.where(inside, ordered(x), 0)
     from_here = (keys[None, :] >= keys[:, None]) & inside[None, :]  # [of each value, the values from it up]
     counts = tl.sum(from_here.to(tl.float32), 1)
-    weights = tl.sum(tl.where(from_here, _weight(x, top, scale)[None, :], 0.0), 1)
+    weights = tl.sum(tl.where(from_here, weight_of(x, top, scale)[None, :], 0.0), 1)
     key = tl.full([], 0, tl.uint32)
     if has_top_k:
         key = tl.max(tl.where(counts >= top_k, keys, 0), 0)
         at_key = inside & (keys == key)
         surplus = tl.max(tl.where(at_key, counts, 0.0), 0) - top_k
-        weight = tl.max(tl.where(at_key, weights, 0.0), 0) - surplus * _weight(_value(key), top, scale)
+        weight = tl.max(tl.where(at_key, weights, 0.0), 0) - surplus * weight_of(value_of(key), top, scale)
     if top_p < 1.0:
         key = tl.maximum(key, tl.max(tl.where(weights >= top_p * weight, keys, 0), 0))
     return key
 
 
 @triton.jit
-def _lane_bound(highest, wanted):
+def lane_bound(highest, wanted):
     """A key from which on there are ``wanted`` of the values, and hardly more: the largest with 20 bits."""
     bound = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
     for _ in range(20):
-        enough = tl.sum((_ordered(highest) >= (bound | bit)).to(tl.int32), 0) >= wanted
+        enough = tl.sum((ordered(highest) >= (bound | bit)).to(tl.int32), 0) >= wanted
         bound = tl.where(enough, bound | bit, bound)
         bit = bit >> 1
     return bound
@@ -160,9 +158,9 @@ def _keep(values_ptr, size, bound, top, scale, kept_ptr, BLOCK: tl.constexpr):
     kept_weights = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         x = _load(values_ptr, start, size, BLOCK)
-        weight = _weight(x, top, scale)
+        weight = weight_of(x, top, scale)
         weights += weight
-        take = (_ordered(x) >= bound) & (start + at < size)
+        take = (ordered(x) >= bound) & (start + at < size)
         number = tl.sum(take.to(tl.int32), 0)
         if number > 0:
             place = count + tl.cumsum(take.to(tl.int32), 0) - 1
@@ -213,7 +211,7 @@ def _floor_of_row(
             # maxima up as there are lanes, and hardly more.
             few = has_top_k & (top_k <= BLOCK // 4)
             wanted = tl.where(few, top_k, BLOCK // 2)
-            bound = _lane_bound(highest, wanted)
+            bound = lane_bound(highest, wanted)
             count, total, kept = _keep(line_ptr, vocab, bound, top, scale, kept_ptr, BLOCK)
             holds_top_p = (has_top_k == 0) & (kept >= top_p * total)
             if (count <= FEW) & (few | holds_top_p):
@@ -226,28 +224,32 @@ def _floor_of_row(
                 key = _floor_of_values(line_ptr, vocab, top_k, top_p, total, top, scale, has_top_k, BLOCK)
             # Summed up in two orders all weights may come to less than their share top_p: then none is left out.
             if key > 0:
-                floor = _value(tl.minimum(key, _ordered(top)))
+                floor = value_of(tl.minimum(key, ordered(top)))
         if min_p > 0.0:
             floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
     tl.store(floors_ptr + sample, floor)
 
 
 @triton.jit
-def _best_of_block(
+def best_of_block(
     logits_ptr,  # [samples, columns]
     rows_ptr,  # int32 [samples]
     floats_ptr,  # fp32 [max_rows, floats_stride]
     ints_ptr,  # int64 [max_rows, ints_stride]
     num_known_ptr,  # int32 [samples]
     floors_ptr,  # fp32 [samples], or None
-    best_ptr,  # fp32 [samples, 2, RANKS, blocks] out: scores, then token ids; zeros for other ranks
+    lines_ptr,  # fp32 [samples, 2, entries] out: scores, then token ids; those of a rank from RANK * slots on
+    entries,
+    slots,
     columns,  # behind which is padding
     first,  # token id of the first column
+    most_top_k,  # rows with this or less are left out, if SKIPS
     logits_stride,
     floats_stride,
     ints_stride,
     RANK: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr,  # zeros are written for the others
+    SKIPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -255,12 +257,16 @@ def _best_of_block(
         gdc_launch_dependents()
         gdc_wait()
     sample = tl.program_id(1)
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    block = tl.program_id(0)
     column = block * BLOCK + tl.arange(0, BLOCK)
     token = first + column
-    inside = column < columns
     row = tl.load(rows_ptr + sample)
     temperature = tl.load(floats_ptr + row * floats_stride)
+    taken = True
+    if SKIPS:
+        taken = (temperature <= 0) | (tl.load(ints_ptr + row * ints_stride + 1) > most_top_k)
+        columns = tl.where(taken, columns, 0)
+    inside = column < columns
     score = tl.load(logits_ptr + sample.to(tl.int64) * logits_stride + column, mask=inside, other=float("-inf"))
     score = score.to(tl.float32)
     # A NaN becomes +inf, which no sound logit is, and so reaches the end.
@@ -268,20 +274,20 @@ def _best_of_block(
     if floors_ptr is not None:
         score = tl.where(score >= tl.load(floors_ptr + sample), score, float("-inf"))
     if temperature > 0:
-        noise = _log_exponential(tl.load(ints_ptr + row * ints_stride), tl.load(num_known_ptr + sample), token)
+        noise = log_exponential(tl.load(ints_ptr + row * ints_stride), tl.load(num_known_ptr + sample), token)
         score = score / temperature - noise
     best = tl.max(score, 0)
     # Of equal scores the lowest id.
     best_id = tl.min(tl.where(score == best, token, first + columns), 0)
-    spot_ptr = best_ptr + sample * 2 * RANKS * blocks + block
+    spot_ptr = lines_ptr + sample * 2 * entries + block
     for rank in tl.static_range(RANKS):
-        tl.store(spot_ptr + rank * blocks, best if rank == RANK else 0.0)
-        tl.store(spot_ptr + (RANKS + rank) * blocks, best_id.to(tl.float32) if rank == RANK else 0.0)
+        tl.store(spot_ptr + rank * slots, best if rank == RANK else 0.0, mask=taken)
+        tl.store(spot_ptr + entries + rank * slots, best_id.to(tl.float32) if rank == RANK else 0.0, mask=taken)
 
 
 @triton.jit
 def _best_of_row(
-    best_ptr,  # fp32 [samples, 2, entries], as above
+    lines_ptr,  # fp32 [samples, 2, entries], as above
     rows_ptr,
     drawn_ptr,  # int32 [2, samples] out: token ids, then 1 where logits were not finite
     last_tokens_ptr,  # int64 [max_rows] out
@@ -295,7 +301,7 @@ def _best_of_row(
     sample = tl.program_id(0)
     at = tl.arange(0, ENTRIES)
     inside = at < entries
-    line_ptr = best_ptr + sample * 2 * entries
+    line_ptr = lines_ptr + sample * 2 * entries
     best = tl.load(line_ptr + at, mask=inside, other=float("-inf"))
     ids = tl.load(line_ptr + entries + at, mask=inside, other=0.0)
     top = tl.max(best, 0)
@@ -317,40 +323,20 @@ def sample(
 ) -> Tensor:
     """See ``SamplingKernels.draw``. Not finite: a NaN or +inf among the logits, or -inf alone."""
     samples, vocab = logits.shape
-    floors, candidates = (torch.empty(samples, *size, device=logits.device) for size in ((), (BLOCK,)))
-    sizes = (vocab, logits.stride(0), floats.stride(0), ints.stride(0))
-    tensors = (logits, rows, floats, ints, candidates, floors)
-    options = {"BLOCK": BLOCK, "FEW": FEW, "PDL": pdl, "launch_pdl": pdl}
-    _floor_of_row[(samples,)](*tensors, *sizes, num_warps=16, **options)
-    best = best_of_part(logits, rows, floats, ints, num_known, LogitPart(0, 1, 0, vocab), pdl, floors)
-    return pick(best, rows, last_tokens, pdl)
+    blocks = triton.cdiv(vocab, BLOCK)
 
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-def best_of_part(
-    logits: Tensor,  # [S, columns]
-    rows: Tensor,
-    floats: Tensor,
-    ints: Tensor,
-    num_known: Tensor,
-    part: LogitPart,
-    pdl: bool = True,
-    floors: Tensor | None = None,  # fp32 [S]: tokens of lower logits are left out
-) -> Tensor:
-    """See ``SamplingKernels.best_of_part``."""
-    samples, columns = logits.shape
-    blocks = triton.cdiv(columns, BLOCK)
-    best = torch.empty(samples, 2 * part.ranks * blocks, device=logits.device)
-    tensors = (logits, rows, floats, ints, num_known, floors, best)
-    sizes = (part.columns, part.first, logits.stride(0), floats.stride(0), ints.stride(0))
-    options = {"RANK": part.rank, "RANKS": part.ranks, "BLOCK": BLOCK, "PDL": pdl, "launch_pdl": pdl}
-    _best_of_block[(blocks, samples)](*tensors, *sizes, num_warps=8, **options)
-    return best
-
-
-def pick(best: Tensor, rows: Tensor, last_tokens: Tensor, pdl: bool = True) -> Tensor:
-    """See ``SamplingKernels.pick``."""
-    samples, entries = len(best), best.shape[1] // 2
-    drawn = torch.empty(2, samples, dtype=torch.int32, device=best.device)
-    options = {"ENTRIES": triton.next_power_of_2(entries), "PDL": pdl, "launch_pdl": pdl}
-    _best_of_row[(samples,)](best, rows, drawn, last_tokens, entries, num_warps=1, **options)
+    floors, candidates, lines = scratch(samples), scratch(samples, BLOCK), scratch(samples, 2 * blocks)
+    drawn = scratch(2, samples, dtype=torch.int32)
+    rules, strides = (rows, floats, ints), (logits.stride(0), floats.stride(0), ints.stride(0))
+    launch = {"PDL": pdl, "launch_pdl": pdl}
+    looked_at = {"BLOCK": BLOCK, "FEW": FEW}
+    _floor_of_row[(samples,)](logits, *rules, candidates, floors, vocab, *strides, **looked_at, num_warps=16, **launch)
+    tensors, sizes = (logits, *rules, num_known, floors, lines), (blocks, blocks, vocab, 0, 0)
+    alone = {"RANK": 0, "RANKS": 1, "SKIPS": False}
+    best_of_block[(blocks, samples)](*tensors, *sizes, *strides, **alone, BLOCK=BLOCK, num_warps=8, **launch)
+    entries = triton.next_power_of_2(blocks)
+    _best_of_row[(samples,)](lines, rows, drawn, last_tokens, blocks, ENTRIES=entries, num_warps=1, **launch)
     return drawn

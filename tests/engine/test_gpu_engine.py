@@ -196,9 +196,10 @@ def test_two_ranks_give_the_answers_of_transformers_and_part(
     with llama.open(tensor_parallel_size=2, **options) as llm:
         assert "2 x " in llm.description
         llama.check(llm.generate(tiny_models.PROMPTS, greedy()))
-        # Of a filter that leaves the best token only, and of what else needs all logits.
-        filtered = SamplingParams(temperature=1.0, top_p=1e-3, max_tokens=NUM_TOKENS, ignore_eos=True)
-        for others in (filtered, greedy(logprobs=1)):
+        # Of filters that leave the best token only, with and without all logits, and of what else needs all.
+        limits: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+        filtered = [SamplingParams(temperature=1.0, top_p=1e-3, top_k=top_k, **limits) for top_k in (0, 20)]
+        for others in (*filtered, greedy(logprobs=1)):
             rules = [others if i % 2 else greedy() for i in range(len(tiny_models.PROMPTS))]
             llama.check(llm.generate(tiny_models.PROMPTS, rules))
     assert "not let go" not in caplog.text

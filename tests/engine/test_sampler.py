@@ -40,22 +40,24 @@ class TorchSampling:
         forbidden = torch.from_numpy(bits[:, : logits.shape[1]] == 0)
         logits[lines[:, -1]] = logits[lines[:, -1]].masked_fill(forbidden, -torch.inf)
 
-    def best_of_part(
+    def lines_of_part(
         self, logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, part: LogitPart
     ) -> Tensor:
-        logits = logits.masked_fill(torch.arange(logits.shape[1]) >= part.columns, -torch.inf)
-        best, ids = _scores(logits, rows, floats, ints, num_known, part.first).max(1)
-        entries = torch.zeros(len(rows), 2, part.ranks)
-        entries[:, :, part.rank] = torch.stack((best, part.first + ids), 1)
-        return entries.flatten(1)
+        lines = torch.zeros(len(rows), part.vocab)
+        lines[:, part.first : part.first + part.columns] = logits[:, : part.columns]
+        return lines
 
-    def pick(self, best: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-        scores, ids = best.unflatten(1, (2, -1)).unbind(1)
-        top, where = scores.max(1)
-        failed = top.isnan() | top.isinf()
-        tokens = ids.gather(1, where[:, None])[:, 0].long().masked_fill(failed, 0)
-        last_tokens[rows] = tokens
-        return torch.stack((tokens, failed)).int()
+    def pick(
+        self,
+        lines: Tensor,
+        rows: Tensor,
+        floats: Tensor,
+        ints: Tensor,
+        num_known: Tensor,
+        last_tokens: Tensor,
+        part: LogitPart,
+    ) -> Tensor:
+        return draw_in_torch(lines, rows, floats, ints, num_known, last_tokens)
 
     def penalize(self, logits: Tensor, rows: Tensor, floats: Tensor, produced: Tensor, in_prompt: Tensor) -> None:
         repetition, frequency, presence = floats[rows, 3:].chunk(3, dim=-1)
@@ -72,26 +74,21 @@ def draw_in_torch(
 ) -> Tensor:
     vocab = logits.shape[1]
     temperature, top_p, min_p = floats[rows, :3].chunk(3, dim=-1)
-    top_k, drawn = ints[rows, 1:], temperature > 0
+    seeds, top_k = ints[rows].chunk(2, dim=-1)
+    numbers = uniform(seeds, num_known[:, None] * vocab + torch.arange(vocab))
+    gumbel = -torch.log(-torch.log(numbers.clamp(min=1e-12)))
+    drawn = temperature > 0
     scaled = logits / temperature.clamp(min=1e-9)
     probs, order = scaled.softmax(-1).sort(descending=True, stable=True)
     top = probs.masked_fill(torch.arange(vocab) >= top_k, 0.0)
     outside = (top.cumsum(-1) - top >= top_p * top.sum(-1, keepdim=True)) | (top < min_p * top[:, :1]) | (top == 0)
     floor = probs.masked_fill(outside, 2.0).amin(-1, keepdim=True).minimum(probs[:, :1])  # equal ones stay together
     kept = torch.zeros_like(probs, dtype=torch.bool).scatter(1, order, probs >= floor)
-    scores = _scores(logits, rows, floats, ints, num_known).masked_fill(drawn & ~kept, -torch.inf)
+    scores = torch.where(drawn, (scaled + gumbel).masked_fill(~kept, -torch.inf), logits)
     failed = logits.isnan().any(1) | (logits.amax(1).isinf())
     tokens = scores.nan_to_num().max(1).indices.masked_fill(failed, 0)
     last_tokens[rows] = tokens
     return torch.stack((tokens, failed)).int()
-
-
-def _scores(logits: Tensor, rows: Tensor, floats: Tensor, ints: Tensor, num_known: Tensor, first: int = 0) -> Tensor:
-    """The largest is drawn; the column 0 is the token ``first``."""
-    temperature, seeds = floats[rows, :1], ints[rows, :1]
-    numbers = uniform(seeds, num_known[:, None] * 1000 + first + torch.arange(logits.shape[1]))
-    gumbel = -torch.log(-torch.log(numbers.clamp(min=1e-12)))
-    return torch.where(temperature > 0, logits / temperature.clamp(min=1e-9) + gumbel, logits)
 
 
 class Rows:
@@ -108,6 +105,7 @@ class Rows:
         vocab: int = VOCAB,
         parallel: ParallelLogits | None = None,
     ):
+        self.vocab = vocab
         self.sampler = Sampler(max(64, len(requests)), vocab, self.device, type(self).kernels, parallel)
         ids = np.array(known, np.int32)
         self.sampler.set_rows(
@@ -128,17 +126,17 @@ class Rows:
         lens = np.full(len(rows_host), num_known, np.int32)
         on_device = (torch.from_numpy(array).to(self.device) for array in (rows_host, lens))
         return self.sampler.sample(
-            logits.clone().to(self.device), SampleBatch(*on_device, rows_host, lens), _masks(allowed, logits)
+            logits.clone().to(self.device), SampleBatch(*on_device, rows_host, lens), _masks(allowed, self.vocab)
         )
 
     def tokens(self, logits: Tensor, **options: Any) -> list[int]:
         return self.sample(logits, **options).token_ids.tolist()
 
 
-def _masks(allowed: dict[int, list[int]] | None, logits: Tensor) -> TokenMasks | None:
+def _masks(allowed: dict[int, list[int]] | None, vocab: int) -> TokenMasks | None:
     if allowed is None:
         return None
-    bits = np.zeros((len(allowed), mask_words(logits.shape[1]) * 32), np.uint8)
+    bits = np.zeros((len(allowed), mask_words(vocab) * 32), np.uint8)
     for line, tokens in zip(bits, allowed.values(), strict=True):
         line[tokens] = 1
     return TokenMasks(np.array(list(allowed)), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
@@ -397,23 +395,23 @@ class CountedSeat(ThreadSeat):
 
 @pytest.mark.parametrize(
     ("rows", "allowed", "gathers"),
-    [([0, 1, 2], None, 0), ([2, 3, 1], None, 1), ([*range(10)], None, 1), ([1, 0], {1: [0, 11]}, 1)],
-    ids=["plain", "filtered", "all rules", "masked"],
+    [([0, 1, 2, 3], None, 0), ([2, 4, 1], None, 1), ([*range(10)], None, 1), ([1, 0], {1: [0, 11]}, 1)],
+    ids=["top-k or none", "top-p", "all rules", "masked"],
 )
 def test_ranks_with_parts_of_the_logits_choose_what_one_chooses_from_all(
     rows: list[int], allowed: dict[int, list[int]] | None, gathers: int, implementation: str
 ) -> None:
-    """Twelve tokens on five ranks: three, three, three, three and none."""
-    logits = some_logits(len(rows))
-    expected = Rows(*RULES)
+    """56 tokens, of which the last of five ranks has eight, and the others twelve."""
+    logits = some_logits(len(rows), vocab=56)
+    expected = Rows(*RULES, vocab=56)
     one = expected.sample(logits, rows=rows, allowed=allowed)
     ranks = ThreadRanks(5)
     seats = [CountedSeat(rank, ranks) for rank in range(5)]
 
     def choose(rank: int) -> tuple[Rows, Sampled]:
-        ours = Rows(*RULES, parallel=ParallelLogits(Shard(rank, 5), seats[rank], VOCAB))
-        part = torch.full((len(rows), 3), 99.0)  # padding, which nobody may choose
-        columns = logits[:, 3 * rank : 3 * rank + 3]
+        ours = Rows(*RULES, vocab=56, parallel=ParallelLogits(Shard(rank, 5), seats[rank], 56))
+        part = torch.full((len(rows), 12), 99.0)  # padding, which nobody may choose
+        columns = logits[:, 12 * rank : 12 * rank + 12]
         part[:, : columns.shape[1]] = columns
         return ours, ours.sample(part, rows=rows, allowed=allowed)
 

@@ -7,11 +7,11 @@ On a GPU or, where triton is installed, in its interpreter:
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -56,16 +56,53 @@ def test_ranks_draw_from_parts_of_the_logits_what_one_draws_from_all(
     assert drawn[0, 0] == vocab // 2 and drawn[0, 4] == vocab - 1
     assert drawn[1].tolist() == [0, 1, 1, 1, 0, 0, 0, 0, 0]
 
-    width = -(-vocab // ranks)
-    starts = [min(rank * width, vocab) for rank in range(ranks + 1)]
-    bests = []
-    for rank, (start, end) in enumerate(pairwise(starts)):
-        part = torch.full((9, width), 1e9, device=DEVICE)  # padding, which must not win
-        part[:, : end - start] = logits[:, start:end]
-        columns = LogitPart(rank, ranks, start, end - start)
-        bests.append(KERNELS.best_of_part(part, rows, floats, ints, known, columns))
-    assert torch.equal(KERNELS.pick(sum(bests), rows, ours), drawn)
+    assert torch.equal(drawn_from_parts(logits, ranks, rows, floats, ints, known, ours), drawn)
     assert torch.equal(ours, last_tokens)
+
+
+def drawn_from_parts(logits: Tensor, ranks: int, rows: Tensor, *rules: Tensor) -> Tensor:
+    """What all ranks pick; ``rules``: floats, ints, num_known and the last tokens to be written."""
+    floats, ints, known, last_tokens = rules
+    parts, lines = [LogitPart(rank, ranks, logits.shape[1]) for rank in range(ranks)], 0
+    for part in parts:
+        own = torch.full((len(logits), part.width), 1e9, device=DEVICE)  # padding, which must not win
+        own[:, : part.columns] = logits[:, part.first : part.first + part.columns]
+        lines = lines + KERNELS.lines_of_part(own, rows, floats, ints, known, part)
+    picked = [KERNELS.pick(lines, rows, floats, ints, known, last_tokens, part) for part in parts]
+    assert all(torch.equal(each, picked[0]) for each in picked)
+    return picked[0]
+
+
+@pytest.mark.parametrize(("vocab", "ranks"), [(77, 2), (9001, 3), (20_000, 4)])
+def test_ranks_draw_from_their_largest_logits_what_filters_leave(
+    vocab: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In some rows more logits than there is room for are near the floor, or at it."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_sampling, "_fast_log", interpreted_log)
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(12, vocab, generator=generator).mul_(2)
+    logits[3] = logits[3].mul(100).round().div(100)  # with ties
+    logits[4, :: max(1, vocab // 600)] = 9.0 + torch.arange(len(logits[4, :: max(1, vocab // 600)])) * 1e-6
+    logits[5, vocab - 1] = torch.nan
+    logits[6, 0] = torch.inf
+    logits[7] = -torch.inf
+    logits[8, 1:] = -torch.inf
+    logits[9, vocab // 2] = -torch.nan
+    top_k = [20, 1, 40, 7, 30, 20, 20, 20, 20, 20, vocab, 40]
+    top_p = [0.95, 1.0, 0.5, 1.0, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0]
+    min_p = [0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05]
+    temperatures = torch.tensor([0.6, 1.0, 1.3, 0.8, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.7, 2.0])
+    floats = torch.stack((temperatures, torch.tensor(top_p), torch.tensor(min_p)), 1).to(DEVICE)
+    logits, rows = logits.to(DEVICE), torch.arange(12, device=DEVICE).int()
+    last_tokens, ours = (torch.zeros(12, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    for known in range(2):
+        ints = torch.stack((torch.arange(12) * 987_654_321 + known, torch.tensor(top_k)), 1).to(DEVICE)
+        rules = (floats, ints, rows + known)
+        drawn = KERNELS.draw(logits, rows, *rules, last_tokens)
+        assert drawn[1].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0]
+        assert torch.equal(drawn_from_parts(logits, ranks, rows, *rules, ours), drawn)
+        assert torch.equal(ours, last_tokens)
 
 
 @pytest.mark.parametrize("vocab", [77, 4096, 9001])
