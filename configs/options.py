@@ -25,14 +25,8 @@ class Option:
     value_type: type
     choices: tuple[str, ...]
     is_list: bool
-
-    @property
-    def flag(self) -> str:
-        return flag_of(self.name)
-
-    @property
-    def variable(self) -> str:
-        return variable_of(self.name)
+    flag: str
+    variable: str
 
     @property
     def is_switch(self) -> bool:
@@ -71,15 +65,16 @@ def _option(name: str, group: str, field: FieldInfo) -> Option:
     if get_origin(annotation) is UnionType:
         (annotation,) = (member for member in get_args(annotation) if member is not NoneType)
     is_list = get_origin(annotation) is tuple
-    is_choice = get_origin(annotation) is Literal
     return Option(
         name=name,
         group=group,
         description=field.description or "",
         default=field.default,
         value_type=annotation if isinstance(annotation, type) and not is_list else str,
-        choices=get_args(annotation) if is_choice else (),
+        choices=get_args(annotation) if get_origin(annotation) is Literal else (),
         is_list=is_list,
+        flag=flag_of(name),
+        variable=variable_of(name),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from starlette.responses import Response
@@ -66,12 +67,10 @@ class Generation:
 
     async def wait_until_started(self, timeout_s: float) -> None:
         """Until the engine has said something about the request, but no longer than ``timeout_s``."""
-        timer = asyncio.get_running_loop().call_later(timeout_s, self.wake)
-        try:
-            if not self.started:
-                await self.wait()
-        finally:
-            timer.cancel()  # also when the client has left: the timer would keep the whole request until it is due
+        if not self.started:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.wait()
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

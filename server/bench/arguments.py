@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from radixserve import __version__
+
+Number = TypeVar("Number", int, float)
 
 
 def write_json(path: Path | None, name: str, arguments: Sequence[str], facts: Mapping[str, Any]) -> None:
@@ -38,25 +40,19 @@ def output_file(text: str) -> Path:
     return path
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+def _number(kind: Callable[[str], Number], is_right: Callable[[Number], bool], must_be: str) -> Callable[[str], Number]:
+    def number(text: str) -> Number:
+        value = kind(text)
+        if not is_right(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {must_be}")
+        return value
+
+    return number
 
 
-def count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
-def above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+positive = _number(int, lambda value: value >= 1, "at least 1")
+count = _number(int, lambda value: value >= 0, "at least 0")
+above_zero = _number(float, lambda value: value > 0, "above 0")
 
 
 def span(text: str) -> tuple[int, int]:

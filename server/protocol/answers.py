@@ -131,12 +131,20 @@ class ChoiceAnswer(Answer):
 
     def text_frames(self, choice: Choice) -> bytes:
         """A frame for each delta; what is told of tokens stands in the first."""
+        if self._plain and not choice.is_parsed:  # the short way that nearly every token takes
+            text = choice.take_text()
+            return self._plain_frame(choice.index, Content, text) if text else b""
         deltas = self.told(choice)
         if self._plain:
-            return b"".join([self._plain_frame(choice, delta) for delta in deltas])
+            return b"".join([self._delta_frame(choice, delta) for delta in deltas])
         pieces = [self.piece(choice.index, delta) for delta in deltas or [Content("")]]
         has_tokens = self.add_tokens(pieces[0], choice)
         return b"".join([self._frame(piece, choice, {}) for piece in pieces]) if deltas or has_tokens else b""
+
+    def _delta_frame(self, choice: Choice, delta: Delta) -> bytes:
+        if isinstance(delta, Content | Reasoning):
+            return self._plain_frame(choice.index, type(delta), delta.text)
+        return self._frame(self.piece(choice.index, delta), choice, {})
 
     def add_tokens(self, piece: dict[str, Any], choice: Choice) -> bool:
         """Logprobs and ids of new tokens, as far as they were asked for; false if there are none."""
@@ -158,15 +166,12 @@ class ChoiceAnswer(Answer):
     def failure(self, error: RequestFailed) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
 
-    def _plain_frame(self, choice: Choice, delta: Delta) -> bytes:
-        if not isinstance(delta, Content | Reasoning):
-            return self._frame(self.piece(choice.index, delta), choice, {})
-        key = choice.index, type(delta)
-        template = self._templates.get(key)
+    def _plain_frame(self, index: int, kind: type[Content | Reasoning], text: str) -> bytes:
+        template = self._templates.get((index, kind))
         if template is None:
-            chunk = self._chunk(self.piece(choice.index, type(delta)(_MARK)))
-            template = self._templates[key] = _event(chunk).split(_encode(_MARK))
-        return _encode(delta.text).join(template)
+            chunk = self._chunk(self.piece(index, kind(_MARK)))
+            template = self._templates[index, kind] = _event(chunk).split(_encode(_MARK))
+        return _encode(text).join(template)
 
     def _frame(self, choice_chunk: dict[str, Any], choice: Choice, extras: dict[str, Any]) -> bytes:
         chunk = self._chunk(choice_chunk) | extras
@@ -203,18 +208,17 @@ def prompt_ids(choice: Choice) -> list[int]:
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """A prompt counts once, however many choices it has; what they found cached is what was there before them."""
-    prompts = {id(choice.prompt): choice.prompt.num_tokens for choice in choices}
-    cached: dict[int, int] = {}
+    by_prompt: dict[int, list[Choice]] = {}
     for choice in choices:
-        key = id(choice.prompt)
-        cached[key] = min(cached.get(key, choice.cached_tokens), choice.cached_tokens)
-    prompt_tokens = sum(prompts.values())
+        by_prompt.setdefault(id(choice.prompt), []).append(choice)
+    prompt_tokens = sum(same[0].prompt.num_tokens for same in by_prompt.values())
+    cached_tokens = sum(min(choice.cached_tokens for choice in same) for same in by_prompt.values())
     completion_tokens = sum(choice.num_tokens for choice in choices)
     told = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
     if any(choice.is_parsed for choice in choices):
         reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)

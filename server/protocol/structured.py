@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,6 +23,28 @@ RESPONSE_FORMAT_SCHEMA = any_of(
 )
 
 
+# What each kind of structure takes; the keys of ``structured_outputs``.
+_TAKES = {
+    "json": "a JSON schema",
+    "json_object": "true",
+    "regex": "a string, and not empty",
+    "choice": "a list of strings, none empty",
+    "grammar": "a string, and not empty",
+    "structural_tag": "an object with a format that is one",
+}
+# Of vLLM: how a grammar is made, where ours has no choice.
+_HARMLESS = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
+# Fields of vLLM and SGLang, and the kinds that they ask for.
+_ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """A format, and the field that asks for it."""
 
@@ -32,11 +54,14 @@ class Wanted(msgspec.Struct, frozen=True):
 
 def wanted_format(request: Any) -> Wanted | None:
     """What the structured-output fields of a ``GenerationRequest`` ask for. Raises ``InvalidRequest``."""
-    found = list(_wanted(request))
-    if len(found) > 1:
-        fields = " and ".join(wanted.field for wanted in found)
-        raise wrong(found[1].field, f"only one structure can be asked for, not {fields}")
-    return found[0] if found else None
+    asked = list(_asked(request))
+    if len(asked) > 1:
+        fields = " and ".join(field for field, *_ in asked)
+        raise wrong(asked[1][0], f"only one structure can be asked for, not {fields}")
+    if not asked:
+        return None
+    field, kind, value, where = asked[0]
+    return Wanted(_format(kind, value, where), field)
 
 
 def grammar_text(form: Format, field: str) -> str:
@@ -51,73 +76,52 @@ def grammar_text(form: Format, field: str) -> str:
     return text
 
 
-def _wanted(request: Any) -> Iterator[Wanted]:
-    if request.response_format is not None:
-        form = _response_format(request.response_format)
-        if form is not None:
-            yield Wanted(form, "response_format")
-    for key, value in (request.structured_outputs or {}).items():
-        field = f"structured_outputs.{key}"
-        if value is None or (key in _HARMLESS and not value):
-            continue
-        if key not in _READERS:
-            raise wrong(field, f"is not supported; supported: {', '.join(_READERS)}")
-        yield Wanted(_READERS[key](value, field), field)
-    for field, key in _ALIASES.items():
-        value = getattr(request, field)
-        if value is not None:
-            yield Wanted(_READERS[key](value, field), field)
+def _asked(request: Any) -> Iterator[tuple[str, str, Any, str]]:
+    """A field that asks for a structure, of which kind, the value, and where that stands."""
+    match request.response_format:
+        case None | {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            yield "response_format", "json_object", True, "response_format"
+        case {"type": "json_schema", **described}:
+            where = "response_format.json_schema.schema"
+            match described:
+                case {"json_schema": {"schema": schema}}:
+                    yield "response_format", "json", schema, where
+                case _:
+                    raise wrong(where, "is required")
+        case {"type": "structural_tag"} as tag:
+            yield "response_format", "structural_tag", tag, "response_format"
+        case _:
+            raise wrong("response_format.type", "must be one of text, json_object, json_schema, structural_tag")
+    for kind, value in (request.structured_outputs or {}).items():
+        if value is not None and (value or kind not in _HARMLESS):
+            field = f"structured_outputs.{kind}"
+            yield field, kind, value, field
+    for field, kind in _ALIASES.items():
+        if (value := getattr(request, field)) is not None:
+            yield field, kind, value, field
 
 
-def _response_format(value: Mapping[str, Any]) -> Format | None:
-    match value.get("type"):
-        case "text":
-            return None
-        case "json_object":
+def _format(kind: str, value: Any, field: str) -> Format:
+    if kind not in _TAKES:
+        raise wrong(field, f"is not supported; supported: {', '.join(_TAKES)}")
+    if kind in ("json", "structural_tag") and isinstance(value, str):
+        value = _json(value, field)
+    match kind, value:
+        case "json", Mapping() | bool():
+            return structured.json_schema(value, param=field)
+        case "json_object", True:
             return structured.json_object()
-        case "json_schema":
-            described, where = value.get("json_schema"), "response_format.json_schema.schema"
-            if not isinstance(described, Mapping) or "schema" not in described:
-                raise wrong(where, "is required")
-            return _schema(described["schema"], where)
-        case "structural_tag":
-            return _tag(value, "response_format")
-    raise wrong("response_format.type", "must be one of text, json_object, json_schema, structural_tag")
-
-
-def _schema(value: Any, field: str) -> Format:
-    if isinstance(value, str):
-        value = _json(value, field)
-    if not isinstance(value, Mapping | bool):
-        raise wrong(field, "must be a JSON schema")
-    return structured.json_schema(value, param=field)
-
-
-def _object(value: Any, field: str) -> Format:
-    if value is not True:
-        raise wrong(field, "must be true")
-    return structured.json_object()
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise wrong(field, "must be a string, and not empty")
-    return value
-
-
-def _choice(value: Any, field: str) -> Format:
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise wrong(field, "must be a list of strings, none empty")
-    return structured.choice(value)
-
-
-def _tag(value: Any, field: str) -> Format:
-    if isinstance(value, str):
-        value = _json(value, field)
-    form = value.get("format") if isinstance(value, Mapping) else None
-    if not isinstance(form, Mapping):
-        raise wrong(f"{field}.format", "must be an object")
-    return structured.checked(form, param=field)
+        case "regex", str() if value:
+            return structured.regex(value, param=field)
+        case "choice", [*texts] if texts and all(isinstance(text, str) and text for text in texts):
+            return structured.choice(value)
+        case "grammar", str() if value:
+            return structured.ebnf(value)
+        case "structural_tag", {"format": Mapping() as form}:
+            return structured.checked(form, param=field)
+    raise wrong(field, f"must be {_TAKES[kind]}")
 
 
 def _json(text: str, field: str) -> Any:
@@ -125,23 +129,3 @@ def _json(text: str, field: str) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         raise wrong(field, "is not valid JSON") from None
-
-
-_READERS: dict[str, Callable[[Any, str], Format]] = {
-    "json": _schema,
-    "json_object": _object,
-    "regex": lambda value, field: structured.regex(_text(value, field), param=field),
-    "choice": _choice,
-    "grammar": lambda value, field: structured.ebnf(_text(value, field)),
-    "structural_tag": _tag,
-}
-# Of vLLM: how a grammar is made, where ours has no choice.
-_HARMLESS = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
-_ALIASES = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "regex": "regex",
-    "ebnf": "grammar",
-}

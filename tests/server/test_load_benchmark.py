@@ -181,7 +181,7 @@ def test_pictures_are_drawn(service: Service, tmp_path: Path) -> None:
         (["--clients=2.5"], "--clients"),
         (["--clients=2", "--rate=3"], "--rate: not allowed with argument --clients"),
         (["--burstiness=0", "--rate=3"], "--burstiness: 0 is not above 0"),
-        (["--prefixes=-1"], "--prefixes: -1 is less than 0"),
+        (["--prefixes=-1"], "--prefixes: -1 is not at least 0"),
         (["--prompts=/nowhere", "--turns=2"], "--turns does not go with --prompts"),
     ],
 )
