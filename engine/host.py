@@ -78,20 +78,16 @@ def _core_quota(group: Path) -> float | None:
 
 
 def _memory_room(group: Path) -> int | None:
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    for limit_file, usage_file, idle_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         limit, usage = _read(group / limit_file), _read(group / usage_file)
         if limit and usage and limit != "max":
-            return int(limit) - int(usage) + _idle_cache(group)
+            # Files read once, such as a checkpoint, count as used and are given back when somebody needs the memory.
+            numbers = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            return int(limit) - int(usage) + int(numbers.get(idle_name, 0))
     return None
-
-
-def _idle_cache(group: Path) -> int:
-    """Bytes that count as used and are given back when somebody needs them: files read once, such as a checkpoint."""
-    numbers = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-    return int(numbers.get("total_inactive_file") or numbers.get("inactive_file") or 0)  # version 1 or 2 of the groups
 
 
 def _read(path: Path) -> str:

@@ -77,10 +77,8 @@ def is_alive(pid: int) -> bool:
     """Whether a process of that id exists, ours or somebody else's."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 

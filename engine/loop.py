@@ -6,22 +6,10 @@ from typing import assert_never
 
 import msgspec
 
+from radixserve.engine import messages
 from radixserve.engine.constraint import ConstraintSource
 from radixserve.engine.frontends import Frontends
 from radixserve.engine.intake import Intake
-from radixserve.engine.messages import (
-    Abort,
-    AbortRequest,
-    CacheFlushed,
-    EngineStatus,
-    FlushCache,
-    Hello,
-    Observation,
-    Ping,
-    Submit,
-    ToEngine,
-    Watch,
-)
 from radixserve.engine.observation import INTERVAL_S
 from radixserve.engine.pipeline import StepPipeline
 from radixserve.engine.scheduler import Scheduler
@@ -49,7 +37,7 @@ class EngineLoop:
         watch: EngineWatch,
         *,
         overlap: bool,
-        ready: EngineStatus,
+        ready: messages.EngineStatus,
         pulse: Pulse,
     ) -> None:
         self._frontends = frontends
@@ -75,16 +63,16 @@ class EngineLoop:
         busy = self._pipeline.advance()
         for frontend, outputs in self._scheduler.take_outputs().items():
             self._frontends.send(frontend, outputs)
-        messages = self._frontends.receive(0 if busy else self._ms_to_wait())
-        for frontend, message in messages:
+        received = self._frontends.receive(0 if busy else self._ms_to_wait())
+        for frontend, message in received:
             self._handle(frontend, message)
         for frontend in self._frontends.take_gone():
             self._intake.forget_frontend(frontend)
         if (shown := self._watch.take()) is not None:
             for frontend in shown[0]:
-                self._frontends.send(frontend, Observation(self._status().stats, shown[1]))
+                self._frontends.send(frontend, messages.Observation(self._status().stats, shown[1]))
         if time.monotonic() >= self._next_heartbeat:
-            self._heartbeat(is_quiet=not busy and not messages)
+            self._heartbeat(is_quiet=not busy and not received)
         if busy:
             self._checked = False
 
@@ -98,20 +86,20 @@ class EngineLoop:
             self._scheduler.check_integrity()
             self._checked = True
 
-    def _handle(self, frontend: bytes, message: ToEngine) -> None:
+    def _handle(self, frontend: bytes, message: messages.ToEngine) -> None:
         match message:
-            case Submit():
+            case messages.Submit():
                 if (rejected := self._intake.submit(frontend, message)) is not None:
                     self._frontends.send(frontend, rejected)
-            case Abort(uid):
+            case messages.Abort(uid):
                 self._intake.abort(frontend, uid)
-            case AbortRequest(request_id):
+            case messages.AbortRequest(request_id):
                 self._intake.abort_request(request_id)
-            case FlushCache(call):
-                self._frontends.send(frontend, CacheFlushed(call, self._scheduler.flush_cache()))
-            case Watch(anew):
+            case messages.FlushCache(call):
+                self._frontends.send(frontend, messages.CacheFlushed(call, self._scheduler.flush_cache()))
+            case messages.Watch(anew):
                 self._watch.renew(frontend, anew=anew)
-            case Hello() | Ping():
+            case messages.Hello() | messages.Ping():
                 self._frontends.send(frontend, self._status())
             case _:
                 assert_never(message)
@@ -132,7 +120,7 @@ class EngineLoop:
         self._last_told = time.monotonic()
         self._frontends.tell_all(self._status())
 
-    def _status(self) -> EngineStatus:
+    def _status(self) -> messages.EngineStatus:
         stats = self._scheduler.stats()
         stats.waiting += self._intake.num_compiling
         return msgspec.structs.replace(self._ready, stats=stats)
