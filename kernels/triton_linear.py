@@ -142,6 +142,15 @@ def prefetch_l2(address):
     )
 
 
+@triton.jit
+def prefetch_first(row_ptrs, start, width):
+    """Ask the L2 cache for 32 KB of rows of ``width`` elements, from element ``start`` on, in 128-byte lines: what the
+    memory gives while the kernel before rounds its tokens. row_ptrs: [rows, 1]."""
+    line = 128 * 8 // row_ptrs.dtype.element_ty.primitive_bitwidth
+    at = start + tl.arange(0, 256 // row_ptrs.shape[0]) * line
+    prefetch_l2((row_ptrs + tl.minimum(at, width - 1)[None, :]).to(tl.int64))
+
+
 MAX_TOKENS = 64  # of _matmul: beyond, arithmetic counts, and the library's product is as fast
 MAX_WEIGHTS = 8 << 20  # of _matmul: products with more weights take longer than the launches that fusing saves
 

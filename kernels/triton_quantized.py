@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from radixserve.kernels.quantized import SMALLEST_SCALE, UNIT, QuantizedMatrix
-from radixserve.kernels.triton_linear import Tile
+from radixserve.kernels.triton_linear import Tile, prefetch_first
 
 _HALF_UNIT = UNIT // 2
 _LARGEST_FP16 = 32768.0
@@ -109,10 +109,12 @@ def _matmul(
     groups = K // DEPTH
     steps = tl.cdiv(groups, PARTS)
     first = tl.program_id(2) * steps
-    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (groups * words) + tl.arange(0, words)[None, :]
+    row_ptrs = weight_ptr + row.to(tl.int64)[:, None] * (groups * words)
+    weight_ptrs = row_ptrs + tl.arange(0, words)[None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * K + tl.arange(0, DEPTH)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if PDL:
+        prefetch_first(row_ptrs, first * words, groups * words)
         gdc_launch_dependents()
         gdc_wait()
     spot = row * (groups if GROUPED else 1)

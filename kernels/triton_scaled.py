@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from radixserve.kernels.interface import Norm
 from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, QuantizedMatrix
-from radixserve.kernels.triton_linear import Tile
+from radixserve.kernels.triton_linear import Tile, prefetch_first
 
 _MOST_RIGHT = 64  # tokens that are the right factor
 _PROGRAMS, _MIN_COLUMNS = 264, 1024  # that keep an H200 busy, and that are worth a program
@@ -53,11 +53,13 @@ def _matmul(
     first_n = within // walking * BLOCK_N
     n = first_n + tl.arange(0, BLOCK_N)
     row, there, k, groups = tl.minimum(n, N - 1), t < T, tl.arange(0, DEPTH), K // DEPTH if GROUPED else 1
-    weight_ptrs = weight_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    row_ptrs = weight_ptr + row.to(tl.int64)[:, None] * K
+    weight_ptrs = row_ptrs + k[None, :]
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * K + k[None, :]
     scale_ptrs = scale_ptr + (first_n if BLOCKED else row) * groups
     acc = tl.zeros([BLOCK_T, BLOCK_N] if LEFT else [BLOCK_N, BLOCK_T], tl.float32)
     if PDL:
+        prefetch_first(row_ptrs, part * steps * DEPTH, K)
         gdc_launch_dependents()
         gdc_wait()
     # Scales are loaded a step ahead: the products wait for nothing but their factors.
