@@ -59,6 +59,8 @@ def build_parser(name: str) -> Parser:
         add("--input-len", type=span, default=(100, 1024), metavar="LOW:HIGH", help="prompt tokens (default: 100:1024)")
         add("--output-len", type=span, default=(100, 1024), metavar="LOW:HIGH", help="tokens out (default: 100:1024)")
         add("--temperature", type=float, default=0.6, help="(default: %(default)s)")
+        add("--top-k", type=int, default=0, help="tokens to draw from (default: all)")
+        add("--top-p", type=float, default=1.0, help="their share of the probability (default: %(default)s)")
     elif name == "latency":
         add("--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default: %(default)s)")
         add("--output-len", type=positive, default=257, metavar="N", help="tokens out, greedy (default: %(default)s)")
@@ -113,7 +115,8 @@ def _offline(options: argparse.Namespace, given: Facts) -> Facts:
     rng = random.Random(options.seed)
     prompt_lens = [rng.randint(*options.input_len) for _ in range(options.requests)]
     output_lens = [rng.randint(*options.output_len) for _ in range(options.requests)]
-    rules = [SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
+    filters = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    rules = [SamplingParams(**filters, ignore_eos=True, max_tokens=n) for n in output_lens]
     longest = options.input_len[1] + options.output_len[1]
     seconds = []
     with _warm_engine(given, longest, max_num_seqs=256) as (llm, facts):

@@ -35,7 +35,7 @@ def figures(name: str, flags: list[str], tmp_path: Path) -> dict[str, Any]:
 def test_offline_counts_all_tokens_of_every_round(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags += ["--requests=5", "--input-len=3:9", "--output-len=4:6", "--rounds=3"]
+    flags += ["--requests=5", "--input-len=3:9", "--output-len=4:6", "--rounds=3", "--top-k=20", "--top-p=0.95"]
     found = figures("offline", flags, tmp_path)
     assert found["requests"] == 5 and len(found["seconds"]) == len(found["tokens_per_s"]) == 3
     assert 15 <= found["prompt_tokens"] <= 45 and 20 <= found["generated_tokens"] <= 30
