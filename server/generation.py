@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
 from starlette.responses import Response
@@ -57,24 +56,17 @@ class Generation:
     def started(self) -> bool:
         return any(choice.started for choice in self.choices)
 
-    async def wait(self) -> None:
-        """Until something changes, or ``wake`` is called."""
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Until something changes; false if nothing did within ``timeout_s``."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            async with asyncio.timeout(timeout_s):
+                await self._waiter
+        except TimeoutError:
+            return False
         finally:
             self._waiter = None
-
-    async def wait_until_started(self, timeout_s: float) -> None:
-        """Until the engine has said something about the request, but no longer than ``timeout_s``."""
-        if not self.started:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self.wait()
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        return True
 
     def close(self) -> None:
         for uid in self._uids.values():
@@ -86,8 +78,10 @@ class Generation:
             self._num_running -= 1
             self.error = self.error or choice.error
             self._client.requests.complete(self._uids[choice])  # Only a stop string leaves something to end.
-        if self._waiter is not None and (self.done or (self._streaming and not self.on_news())):
-            self.wake()
+        if self._waiter is None or self._waiter.done():
+            return
+        if self.done or (self._streaming and not self.on_news()):
+            self._waiter.set_result(None)
 
 
 class EventStream(Response):
@@ -109,40 +103,28 @@ class EventStream(Response):
         self._unopened = set(generation.choices)
         self._unfinished = list(generation.choices)
         self._num_writes = 0
-        self._num_writes_seen = 0
-        self._is_quiet = False
         self._chunks: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self._look)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._chunks = chunk_writer(scope)
             await self._send_all(send)
         finally:
-            self._timer.cancel()
             self._generation.close()
 
     async def _send_all(self, send: Send) -> None:
         generation = self._generation
         generation.on_news = self._write_at_once
         while not generation.done:
-            body = self._news() or (self._answer.keep_alive if self._is_quiet else b"")
-            self._is_quiet = False
-            if body:
-                self._num_writes += 1
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            if not (generation.done or self._has_news()):
-                await generation.wait()
+            body, num_writes = self._news(), self._num_writes
+            if not body:
+                if await generation.wait(QUIET_S) or self._num_writes > num_writes:
+                    continue
+                body = self._answer.keep_alive
+            self._num_writes += 1
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": self._news() + self._last(), "more_body": False})
-
-    def _look(self) -> None:
-        """Wake the task if nothing was written for a while. Costs nothing per token: it looks at a counter."""
-        self._is_quiet = self._num_writes == self._num_writes_seen
-        self._num_writes_seen = self._num_writes
-        if self._is_quiet:
-            self._generation.wake()
-        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self._look)
 
     def _write_at_once(self) -> bool:
         """Write what there is past the chain of ``send`` calls; false if that must wait for the client."""
@@ -152,9 +134,6 @@ class EventStream(Response):
             self._num_writes += 1
             self._chunks.write(body)
         return True
-
-    def _has_news(self) -> bool:
-        return any(choice.has_news(self._interval) for choice in self._unfinished)
 
     def _news(self) -> bytes:
         if len(self._unfinished) == 1:

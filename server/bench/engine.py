@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -25,29 +26,22 @@ Facts = dict[str, Any]
 
 _MODEL_LEN = 4096
 _VOCAB = 10_000  # random ids lie below, where any model has ids
-_DESCRIPTIONS = {
-    "offline": """Tokens a second of the engine alone, all requests submitted at once.
-
-The default workload is that of the READMEs of nano-vllm and mini-SGLang: 256 requests, 100 to 1024 random tokens in and
-out, temperature 0.6.""",
-    "latency": "Milliseconds a token of the engine alone, one request at a time.",
-    "prefix": """Requests that share long prefixes, all submitted at once, with the engine alone.
-
-By default 64 prefixes of 2,048 random tokens, 16 requests of each with 128 tokens of their own, shuffled; greedy, 64
-tokens each. Measured without the radix cache (unless --no-naive) and with it.""",
-}
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
     options, served = build_parser(name).parse_known_args(arguments)
     given = read_config(parse_flags(served), os.environ).model_dump(exclude_unset=True)
-    measure = {"offline": _offline, "latency": _latency, "prefix": _prefix}[name]
-    write_json(options.json, name, arguments, measure(options, given))
+    write_json(options.json, name, arguments, _benchmark(name)(options, given))
     return 0
 
 
+def _benchmark(name: str) -> Callable[[argparse.Namespace, Facts], Facts]:
+    """What measures, tells what it finds, and returns the figures; its docstring is for users."""
+    return {"offline": _offline, "latency": _latency, "prefix": _prefix}[name]
+
+
 def build_parser(name: str) -> Parser:
-    description = f"{_DESCRIPTIONS[name]}\n\nOptions of `radixserve serve` are understood as well."
+    description = f"{inspect.getdoc(_benchmark(name))}\n\nOptions of `radixserve serve` are understood as well."
     parser = Parser(prog=f"radixserve bench {name}", description=description)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the workload (default: %(default)s)")
@@ -108,10 +102,15 @@ def _greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)
 
 
-# ---- the benchmarks: each measures, tells what it finds, and returns the figures ----
+# ---- the benchmarks ----
 
 
 def _offline(options: argparse.Namespace, given: Facts) -> Facts:
+    """Tokens a second of the engine alone, all requests submitted at once.
+
+    The default workload is that of the READMEs of nano-vllm and mini-SGLang: 256 requests, 100 to 1024 random tokens in
+    and out, temperature 0.6.
+    """
     rng = random.Random(options.seed)
     prompt_lens = [rng.randint(*options.input_len) for _ in range(options.requests)]
     output_lens = [rng.randint(*options.output_len) for _ in range(options.requests)]
@@ -137,6 +136,7 @@ def _offline(options: argparse.Namespace, given: Facts) -> Facts:
 
 
 def _latency(options: argparse.Namespace, given: Facts) -> Facts:
+    """Milliseconds a token of the engine alone, one request at a time."""
     rng = random.Random(options.seed)
     with _warm_engine(given, options.input_len + options.output_len) as (llm, facts):
 
@@ -164,6 +164,11 @@ def _latency(options: argparse.Namespace, given: Facts) -> Facts:
 
 
 def _prefix(options: argparse.Namespace, given: Facts) -> Facts:
+    """Requests that share long prefixes, all submitted at once, with the engine alone.
+
+    By default 64 prefixes of 2,048 random tokens, 16 requests of each with 128 tokens of their own, shuffled; greedy,
+    64 tokens each. Measured without the radix cache (unless --no-naive) and with it.
+    """
     check_plot(options.plot)
     found: dict[str, Facts] = {}
     ttfts: dict[str, list[float]] = {}

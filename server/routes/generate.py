@@ -94,9 +94,9 @@ async def _respond(
     generation = Generation(frontend.client, choices, streaming=body.stream)
     try:
         generation.submit(request_id, request.state.tenant, body.priority, body.cache_salt)
-        if body.stream:
-            await generation.wait_until_started(FIRST_WORD_S)
-        else:
+        if body.stream and not generation.started:
+            await generation.wait(FIRST_WORD_S)
+        if not body.stream:
             while not generation.done:
                 await generation.wait()
         if generation.error is not None:

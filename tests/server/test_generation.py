@@ -13,7 +13,7 @@ from radixserve.server.generation import Generation
 def test_a_generation_whose_client_has_left_is_forgotten_at_once() -> None:
     async def leave_early() -> weakref.ref[Generation]:
         generation = Generation(cast(EngineClient, None), [], streaming=True)
-        waiting = asyncio.create_task(generation.wait_until_started(1000))
+        waiting = asyncio.create_task(generation.wait(1000))
         await asyncio.sleep(0)
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
