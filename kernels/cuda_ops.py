@@ -59,15 +59,27 @@ class CudaOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         if pending is None and len(stream) == 1 and self._is_fused(weight, bias, 1):
             return stream, self._fused_linear(stream, weight, norm=norm, gated=gated)
-        if isinstance(weight, QuantizedMatrix) and self._sums is None and self._is_scaled(stream, weight):
-            x, residual = (stream, None) if pending is None else (pending, stream)
-            rounded = triton_scaled.round_tokens(x, weight.form.group, self._pdl, norm, residual)
-            product = triton_scaled.multiply(*rounded, weight, bias, stream.dtype, self._pdl)
-            return stream, triton_ops.silu_mul(product, self._pdl) if gated else product
+        if isinstance(weight, QuantizedMatrix) and self._sums is None and weight.order is None:
+            product = self._normed_product(stream, pending, norm, weight, bias)
+            if product is not None:
+                return stream, triton_ops.silu_mul(product, self._pdl) if gated else product
         normed, stream = norm_of_stream(self, stream, pending, norm)
         if self._is_fused(weight, bias, len(stream)):
             return stream, self._fused_linear(normed, weight, gated=gated)
         return stream, self._gated_linear(normed, weight, bias) if gated else self.linear(normed, weight, bias)
+
+    def _normed_product(
+        self, stream: Tensor, pending: Tensor | None, norm: Norm, matrix: QuantizedMatrix, bias: Tensor | None
+    ) -> Tensor | None:
+        """``project`` where tokens are rounded for the product, which the kernel of the norm does; else None."""
+        x, residual = (stream, None) if pending is None else (pending, stream)
+        match self._choose_product(stream, matrix):
+            case Product.NARROW:
+                return triton_quantized.narrow_linear(x, matrix, bias, self._pdl, norm=norm, residual=residual)
+            case Product.SCALED:
+                return triton_scaled.scaled_linear(x, matrix, bias, self._pdl, norm=norm, residual=residual)
+            case _:
+                return None
 
     def linear(self, y: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Tensor):
@@ -95,9 +107,9 @@ class CudaOps(TorchOps):
             return (stream, product) if self._sums else (product, None)
         if isinstance(weight, Tensor) and bias is None and (parts := num_parts(len(y), weight)) > 1:
             return stream, linear_in_parts(y, weight, parts)
-        if isinstance(weight, QuantizedMatrix) and bias is None and self._is_scaled(y, weight):
+        if not isinstance(weight, Tensor) and bias is None and self._choose_product(y, weight) == Product.SCALED:
             parts = triton_scaled.num_parts(len(y), weight)
-            return stream, triton_scaled.scaled_linear(y, weight, None, self._pdl, parts)
+            return stream, triton_scaled.scaled_linear(y, weight, None, self._pdl, parts=parts)
         return stream, self.linear(y, weight, bias)
 
     def experts(
@@ -133,9 +145,6 @@ class CudaOps(TorchOps):
         if isinstance(weight, Tensor):
             return triton_linear.fused_linear(x, weight, pdl=self._pdl, **options)
         return vector_linear(x, weight, pdl=self._pdl, **options)
-
-    def _is_scaled(self, x: Tensor, matrix: QuantizedMatrix) -> bool:
-        return self._choose_product(x, matrix) == Product.SCALED
 
     def _choose_product(self, y: Tensor, matrix: QuantizedMatrix) -> Product:
         has_scaled = self._multiplies_fp8 and y.dtype == torch.bfloat16  # the only type of its results

@@ -14,6 +14,20 @@ from radixserve.kernels.interface import HeadPlaces, Norm
 
 
 @triton.jit
+def load_stream(x_ptr, residual_ptr, spot, inside, part_stride, PARTS: tl.constexpr, ADD: tl.constexpr):
+    """The sum of the parts of x, plus the residual if ADD, which it then replaces: fp32."""
+    x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * part_stride + spot, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        # The sum is rounded first, as the stream that the next layer reads is: both see the same numbers.
+        x = (x + tl.load(residual_ptr + spot, mask=inside, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(residual_ptr + spot, x, mask=inside)
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def _rms_norm(
     x_ptr,  # [PARTS, T, SIZE], to be summed
     residual_ptr,  # [T, SIZE], read and overwritten if ADD
@@ -34,14 +48,7 @@ def _rms_norm(
         gdc_launch_dependents()
         gdc_wait()
     spot = tl.program_id(0).to(tl.int64) * SIZE + at
-    x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(x_ptr + part * part_stride + spot, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        # The sum is rounded first, as the stream that the next layer reads is: both see the same numbers.
-        x = (x + tl.load(residual_ptr + spot, mask=inside, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
-        tl.store(residual_ptr + spot, x, mask=inside)
-        x = x.to(tl.float32)
+    x = load_stream(x_ptr, residual_ptr, spot, inside, part_stride, PARTS, ADD)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
     tl.store(out_ptr + spot, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 

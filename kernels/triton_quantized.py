@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from radixserve.kernels.interface import Norm
 from radixserve.kernels.quantized import SMALLEST_SCALE, UNIT, QuantizedMatrix
 from radixserve.kernels.triton_linear import Tile, prefetch_first
+from radixserve.kernels.triton_ops import load_stream
 
 _HALF_UNIT = UNIT // 2
 _LARGEST_FP16 = 32768.0
@@ -168,11 +170,17 @@ def _add_parts(acc, part_ptr, arrived_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def _round_tokens(
-    x_ptr,  # [T, SIZE]
+    x_ptr,  # [PARTS, T, SIZE], to be summed
+    residual_ptr,  # [T, SIZE], read and overwritten if ADD
+    norm_ptr,  # [SIZE] if NORM
     out_ptr,  # fp16 [T, SIZE], the columns of each DEPTH in the order of ``_widen``
     scale_ptr,  # fp32 [T]
     arrived_ptr,  # int32 [tiles]: zeroed
     tiles,
+    eps,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     SIZE: tl.constexpr,
@@ -192,9 +200,13 @@ def _round_tokens(
         column = 2 * word + nth
     else:
         column = 2 * word // HALF * (2 * HALF) + 2 * word % HALF + nth // 2 + nth % 2 * HALF
-    x = tl.load(x_ptr + token * SIZE + at // DEPTH * DEPTH + column, mask=at < SIZE, other=0.0).to(tl.float32)
+    column += at // DEPTH * DEPTH
+    spot, inside = token * SIZE + column, at < SIZE
+    x = load_stream(x_ptr, residual_ptr, spot, inside, tl.num_programs(0) * SIZE, PARTS, ADD)
+    if NORM:
+        x *= tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, SMALLEST)
-    tl.store(out_ptr + token * SIZE + at, (x / scale).to(tl.float16), mask=at < SIZE)
+    tl.store(out_ptr + token * SIZE + at, (x / scale).to(tl.float16), mask=inside)
     tl.store(scale_ptr + token, scale)
     if token == 0:
         for start in range(0, tiles, BLOCK):
@@ -232,25 +244,35 @@ def narrow_linear(
     matrix: QuantizedMatrix,
     bias: Tensor | None,
     pdl: bool,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
     tile: Tile | None = None,
     parts: int | None = None,
 ) -> Tensor:
-    """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]. Tile: of matrix and
-    tokens; ``parts``: along K."""
-    (m, k), n, form = x.shape, matrix.shape[0], matrix.form
+    """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]. With ``norm``, the norm of
+    x or of x + residual, which then replaces ``residual``; x may come in parts [P, M, K]. Tile: of matrix and tokens;
+    ``parts``: along K."""
+    (m, k), n, form = x.shape[-2:], matrix.shape[0], matrix.form
     tile = tile or _narrow_tile(m, form.bits)
     depth = form.group or next(size for size in _DEPTHS if k % size == 0)
     tiles = triton.cdiv(m, tile.columns), triton.cdiv(n, tile.rows)
     parts = parts or _num_parts(tiles[0] * tiles[1], k // depth)
-    narrow, scales = torch.empty_like(x, dtype=torch.float16), x.new_empty(m, dtype=torch.float32)
+    narrow, scales = x.new_empty(m, k, dtype=torch.float16), x.new_empty(m, dtype=torch.float32)
     arrived = x.new_empty(tiles[0] * tiles[1], dtype=torch.int32)
     block = triton.next_power_of_2(k)
     _round_tokens[(m,)](
         x,
+        x if residual is None else residual,
+        x if norm is None else norm.weight,
         narrow,
         scales,
         arrived,
         len(arrived),
+        norm.eps if norm else 0.0,
+        PARTS=x.shape[0] if x.dim() == 3 else 1,
+        ADD=residual is not None,
+        NORM=norm is not None,
         LARGEST=_LARGEST_FP16,
         SMALLEST=SMALLEST_SCALE,
         SIZE=k,

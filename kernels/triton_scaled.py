@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from radixserve.kernels.interface import Norm
 from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, QuantizedMatrix
 from radixserve.kernels.triton_linear import Tile, prefetch_first
+from radixserve.kernels.triton_ops import load_stream
 
 _MOST_RIGHT = 64  # tokens that are the right factor
 _PROGRAMS, _MIN_COLUMNS = 264, 1024  # that keep an H200 busy, and that are worth a program
@@ -127,14 +128,7 @@ def _round_tokens(
     there = group < SIZE // GROUP
     column = group[:, None] * GROUP + at[None, :]
     inside, spot = there[:, None] & (at < GROUP)[None, :], token * SIZE + column
-    x = tl.load(x_ptr + spot, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(x_ptr + part * tl.num_programs(0) * SIZE + spot, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        # Rounded first, as the stream that the next layer reads is: both see the same numbers.
-        x = (x + tl.load(residual_ptr + spot, mask=inside, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
-        tl.store(residual_ptr + spot, x, mask=inside)
-        x = x.to(tl.float32)
+    x = load_stream(x_ptr, residual_ptr, spot, inside, tl.num_programs(0) * SIZE, PARTS, ADD)
     if NORM:
         x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 1) / LARGEST, SMALLEST)
@@ -143,27 +137,23 @@ def _round_tokens(
     tl.store(scale_ptr + group * tl.num_programs(0) + token, scale, mask=there)
 
 
-def scaled_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, pdl: bool, parts: int = 1) -> Tensor:
-    """x [T, K], its columns as those of ``matrix`` [N, K] in e4m3 lie, @ matrix.T (+ bias): [T, N], or without a bias
-    in ``parts`` [P, T, N]. x is rounded to e4m3 with a scale for each token or, where the matrix has groups, for each
-    group of its columns."""
-    narrow, scales = round_tokens(x, matrix.form.group, pdl)
-    return multiply(narrow, scales, matrix, bias, x.dtype, pdl, parts)
-
-
-def multiply(
+def scaled_linear(
     x: Tensor,
-    scales: Tensor,
     matrix: QuantizedMatrix,
     bias: Tensor | None,
-    dtype: torch.dtype,
     pdl: bool,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
     parts: int = 1,
 ) -> Tensor:
-    """``scaled_linear`` of tokens that ``round_tokens`` has rounded."""
+    """x [T, K], its columns as those of ``matrix`` [N, K] in e4m3 lie, @ matrix.T (+ bias): [T, N], or without a bias
+    in ``parts`` [P, T, N]. x is rounded to e4m3 with a scale for each token or, where the matrix has groups, for each
+    group of its columns. ``norm`` and ``residual`` as of ``round_tokens``."""
+    narrow, scales = round_tokens(x, matrix.form.group, pdl, norm, residual)
     if matrix.form.group is not None or parts > 1:
-        return multiply_scaled(x, scales, matrix, bias, dtype, pdl, parts=parts)
-    product = torch._scaled_mm(x, matrix.values.t(), scales.t(), matrix.scales.t(), out_dtype=dtype)
+        return multiply_scaled(narrow, scales, matrix, bias, x.dtype, pdl, parts=parts)
+    product = torch._scaled_mm(narrow, matrix.values.t(), scales.t(), matrix.scales.t(), out_dtype=x.dtype)
     return product if bias is None else product.add_(bias)
 
 

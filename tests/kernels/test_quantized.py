@@ -135,6 +135,21 @@ def test_one_token_takes_norm_gate_and_residual_along(form: Form, cols: int, gat
 
 
 @triton_test
+@pytest.mark.parametrize("form", [Form(8, None), BLOCKS, Form(4, 64), Form(4, 64, reordered=True)], ids=str)
+@pytest.mark.parametrize("num_parts", [0, 1, 3])  # of what is pending
+def test_the_norm_of_a_few_tokens_is_part_of_their_product(form: Form, num_parts: int) -> None:
+    cuda_ops = pytest.importorskip("radixserve.kernels.cuda_ops")
+    ops, by_torch, norm = cuda_ops.CudaOps(pdl=not INTERPRETED), TorchOps(), Norm(randn(256), 1e-5)
+    matrix, stream, bias = matrix_of(form, 72, 256), randn(9, 256), randn(72)
+    parts = [randn(9, 256) for _ in range(num_parts)]
+    pending = torch.stack(parts) if len(parts) > 1 else parts[0] if parts else None
+    whole = stream.float() if pending is None else (stream + pending.view(-1, 9, 256).sum(0)).float()
+    expected = by_torch.project(whole, None, norm, matrix, bias, gated=False)[1]
+    left, ours = ops.project(stream.clone(), pending, norm, matrix, bias, gated=False)
+    assert error(ours, expected) < ROUNDING and error(left, whole) < TOLERANCE
+
+
+@triton_test
 @pytest.mark.parametrize("num_tokens", [2, 17, 70, 200])
 @pytest.mark.parametrize("form", [Form(8, None), Form(8, 128), BLOCKS], ids=str)
 def test_products_of_narrow_tokens_and_weights_are_exact_up_to_sums(num_tokens: int, form: Form) -> None:
