@@ -50,7 +50,8 @@ class GGUFFile:
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor, mapped read-only from the file: [num_bytes] uint8."""
         tensor = self.tensors[name]
-        return np.memmap(self.path, np.uint8, mode="r", offset=tensor.offset, shape=(tensor.num_bytes,))
+        mapped = np.memmap(self.path, np.uint8, mode="r", offset=tensor.offset, shape=(tensor.num_bytes,))
+        return mapped.view(np.ndarray)  # numpy works on the other type for longer than on small arrays themselves
 
 
 def read_gguf(path: Path) -> GGUFFile:

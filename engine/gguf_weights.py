@@ -1,7 +1,7 @@
 """The weights of a GGUF file under the names and in the layout of Hugging Face checkpoints."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -56,6 +56,8 @@ _SUPPORTED = (
 # What the packed layouts hold as it is; others are rounded to the next finer one.
 _EXACT = {_T.Q4_0: WeightKind.Q4, _T.Q4_1: WeightKind.Q4, _T.Q4_K: WeightKind.Q4, _T.Q8_0: WeightKind.Q8}
 _FLOATS = (_T.F32, _T.F16, _T.BF16)
+_ReadRows = Callable[[Index], NDArray[np.uint8]]
+_Order = NDArray[np.intp] | None
 _CHUNK_ELEMENTS = 1 << 18  # dequantized at a time: 1 MiB of fp32, so that intermediate results stay in the cache
 
 
@@ -70,8 +72,9 @@ def gguf_tensors(gguf: GGUFFile, spec: ModelSpec) -> Iterator[StoredTensor]:
                 f"{gguf.path.name}: {tensor.name} is {tensor.quantization.name}, which is not supported ({supported})"
             )
         name = _checkpoint_name(tensor.name, {**_BLOCK_NAMES, **_FAMILY_NAMES.get(spec.family, {})})
-        pack = partial(_pack, gguf, tensor, spec) if tensor.quantization in _EXACT else None
-        copy = partial(_copy, gguf, tensor, spec)
+        rows = partial(_rows, gguf.raw(tensor.name), tensor, _half_rotation_order(tensor, spec))
+        pack = partial(_pack, rows, tensor) if tensor.quantization in _EXACT else None
+        copy = partial(_copy, rows, tensor)
         yield StoredTensor(name, tensor.shape, tensor.num_bytes, copy, _packed_kind(tensor), pack)
 
 
@@ -87,8 +90,8 @@ def _checkpoint_name(name: str, block_names: Mapping[str, str]) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _copy(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor, index: Index) -> None:
-    rows = _rows(gguf, tensor, spec, index[:-1])
+def _copy(read: _ReadRows, tensor: GGUFTensor, place: Tensor, index: Index) -> None:
+    rows = read(index[:-1])
     columns = index[-1] if index else slice(None)
     step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
     first = 0
@@ -105,10 +108,10 @@ def _packed_kind(tensor: GGUFTensor) -> WeightKind:
     return _EXACT.get(tensor.quantization, WeightKind.Q8)
 
 
-def _pack(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, place: Tensor) -> None:
+def _pack(read: _ReadRows, tensor: GGUFTensor, place: Tensor) -> None:
     step = max(PANEL, _CHUNK_ELEMENTS // tensor.shape[-1] // PANEL * PANEL)
     for first in range(0, len(place), step):
-        part = _rows(gguf, tensor, spec, (slice(first, first + step),))
+        part = read((slice(first, first + step),))
         whole = np.zeros((-(-len(part) // PANEL) * PANEL, part.shape[1]), np.uint8)
         whole[: len(part)] = part
         store_rows(torch.from_numpy(pack_gguf(whole, tensor.quantization)), place, first)
@@ -152,10 +155,9 @@ def _fp16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
     return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
 
 
-def _rows(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, index: Index) -> NDArray[np.uint8]:
-    """Of the matrices of ``tensor`` those at ``index``, under each other [rows, bytes a row]; a vector is one row.
+def _rows(raw: NDArray[np.uint8], tensor: GGUFTensor, order: _Order, index: Index) -> NDArray[np.uint8]:
+    """Of the rows of ``tensor`` in their ``order`` those at ``index`` [rows, bytes a row]; a vector is one row.
     Quantization blocks never cross rows, so these can be moved while they are still quantized."""
-    raw, order = gguf.raw(tensor.name), _half_rotation_order(tensor, spec)
     if len(tensor.shape) == 1:
         return (raw if order is None else raw.reshape(len(order), -1)[order]).reshape(1, -1)
     rows = raw.reshape(*tensor.shape[:-1], -1)
@@ -163,7 +165,7 @@ def _rows(gguf: GGUFFile, tensor: GGUFTensor, spec: ModelSpec, index: Index) -> 
     return rows.reshape(-1, rows.shape[-1])
 
 
-def _half_rotation_order(tensor: GGUFTensor, spec: ModelSpec) -> NDArray[np.intp] | None:
+def _half_rotation_order(tensor: GGUFTensor, spec: ModelSpec) -> _Order:
     """Row (pair, half) of a head goes back to (half, pair), see ``_NEIGHBOUR_PAIRS``. None: rows stay as they are."""
     moved = re.search(r"attn_([qk])\.(weight|bias)$", tensor.name) if spec.family in _NEIGHBOUR_PAIRS else None
     if moved is None:
