@@ -309,7 +309,8 @@ class _Parts:
         """Capture the graphs of all sizes from the ``first`` on, -1 for the largest; returns how many sizes there
         are."""
         sizes = self.design.sizes
-        batch_sizes, token_counts = graph_batch_sizes(sizes.max_num_seqs), self._token_counts()
+        batch_sizes = graph_batch_sizes(sizes.max_num_seqs)
+        token_counts = mixed_token_counts(sizes.step_tokens, self._sums_fit)
         decode_inputs = select_decode_inputs(sizes.device)
         assert decode_inputs is not None
         num_logits = self.design.local.vocab_size
@@ -317,14 +318,11 @@ class _Parts:
         num_shared = len(shared_batch_sizes(batch_sizes)) if runner.reads_shared else 0
         return len(batch_sizes) + num_shared + len(token_counts)
 
-    def _token_counts(self) -> list[int]:
-        """Of the steps with prompts to capture. If possible no graph shall hold a sum over ranks of NCCL's."""
-        counts = mixed_token_counts(self.design.sizes.step_tokens)
-        if self.ranks is None:
-            return counts
+    def _sums_fit(self, num_tokens: int) -> bool:
+        """Whether a graph of so many tokens holds no sum over ranks of NCCL's."""
         hidden_size, dtype = self.design.spec.hidden_size, self.design.kernels.dtype
-        streams = (torch.empty(count, hidden_size, dtype=dtype, device="meta") for count in counts)
-        return [len(stream) for stream in streams if self.ranks.fits(stream)] or counts
+        stream = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta")
+        return self.ranks is None or self.ranks.fits(stream)
 
     def _measure_step_bytes(self) -> int:
         """Peak of device memory that the largest step, the kernels' workspaces and the graphs take beside weights and

@@ -60,10 +60,12 @@ def shared_batch_sizes(batch_sizes: Sequence[int]) -> list[int]:
     return [size for size in batch_sizes if size in (8, 16) or size % 32 == 0 or size == max(batch_sizes)]
 
 
-def mixed_token_counts(step_tokens: int) -> list[int]:
-    """Sizes of steps with prompt chunks worth a graph of their own, where no step has more than ``step_tokens``."""
+def mixed_token_counts(step_tokens: int, fits: Callable[[int], bool] = lambda count: True) -> list[int]:
+    """Sizes of steps with prompt chunks worth a graph of their own, where no step has more than ``step_tokens``: those
+    that ``fits``, or all if there are none."""
     largest = min(step_tokens, _MAX_TOKENS)
-    return [count for count in _TOKEN_COUNTS if count < largest] + [largest]
+    counts = [count for count in _TOKEN_COUNTS if count < largest] + [largest]
+    return list(filter(fits, counts)) or counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from radixserve.engine.graphs import no_collection
+from radixserve.engine.graphs import mixed_token_counts, no_collection
 
 
 class Loop:
@@ -28,6 +28,12 @@ def test_garbage_stays_until_a_capture_has_ended() -> None:
         assert gc.isenabled() and garbage() is None
     finally:
         gc.set_threshold(*thresholds)
+
+
+def test_graphs_hold_only_steps_whose_sums_fit_unless_none_does() -> None:
+    """1,638 tokens of 5,120 values of two bytes take 16 MiB."""
+    assert mixed_token_counts(8192, lambda count: count <= 1638) == mixed_token_counts(1536)
+    assert mixed_token_counts(8192, lambda count: False) == mixed_token_counts(8192)
 
 
 def test_a_collector_that_was_off_stays_off() -> None:
