@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from radixserve.engine.constraint import mask_words
+from radixserve.engine.messages import TokenLogprobs
 from radixserve.engine.parallel import ParallelLogits
 from radixserve.engine.sampler import SampleBatch, Sampled, Sampler, TokenMasks, uniform
 from radixserve.engine.sampling_params import SamplingParams
@@ -153,6 +154,15 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(Rows, "device", device)
         monkeypatch.setattr(Rows, "kernels", select_sampling(device))
     return name
+
+
+def logprobs_of(result: Sampled) -> list[TokenLogprobs]:
+    """Once they are on the host."""
+    assert result.logprobs is not None
+    arriving = result.logprobs.to_host()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return arriving.messages()
 
 
 def some_logits(rows: int = 1, vocab: int = VOCAB) -> Tensor:
@@ -454,8 +464,8 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = some_logits(3)
     rules = sampled(temperature=0.3, top_k=2, logprobs=4, logit_bias={1: 20.0}, repetition_penalty=1.4)
     result = Rows(rules, sampled(), sampled(temperature=0, logprobs=0)).sample(logits)
-    assert result.logprobs is not None and result.logprob_samples.tolist() == [0, 2]
-    first, last = result.logprobs.to_host().messages()
+    assert result.logprob_samples.tolist() == [0, 2]
+    first, last = logprobs_of(result)
     expected = logits.log_softmax(-1)
     assert first.rank == 1 + int((expected[0] > expected[0, 1]).sum()) and last.rank == 1
     assert first.token_id == 1 and first.logprob == pytest.approx(float(expected[0, 1]), abs=1e-5)
@@ -471,12 +481,11 @@ def test_each_of_many_rows_with_rules_is_as_if_alone() -> None:
     rules = [sampled(temperature=0, logprobs=i % 4, presence_penalty=1.5) for i in range(count)]
     logits, allowed = some_logits(count), {i: [i % VOCAB, (i + 5) % VOCAB] for i in range(0, count, 2)}
     result = Rows(*rules).sample(logits, allowed=allowed)
-    assert result.logprobs is not None and result.logprob_samples.tolist() == list(range(count))
-    messages = result.logprobs.to_host().messages()
+    assert result.logprob_samples.tolist() == list(range(count))
+    messages = logprobs_of(result)
     for i in (0, 63, 64, 129, 149):
         alone = Rows(rules[i]).sample(logits[i : i + 1], allowed={0: allowed[i]} if i in allowed else None)
-        assert alone.logprobs is not None
-        (expected,) = alone.logprobs.to_host().messages()
+        (expected,) = logprobs_of(alone)
         assert result.token_ids[i] == alone.token_ids[0] == expected.token_id == messages[i].token_id
         assert messages[i].top == expected.top and messages[i].rank == expected.rank
 
