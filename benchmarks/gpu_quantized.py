@@ -29,7 +29,7 @@ from radixserve.kernels.triton_scaled import multiply_scaled, round_tokens, scal
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 FORMS = (Form(8, None), Form(8, 128, height=128), Form(4, 128))
 TOKENS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
-MORE_AT = (16, 32, 64, 128)  # tokens for which narrow products are tried with other tiles
+MORE_AT = (16, 64)  # tokens for which narrow products are tried with other tiles
 L2_BYTES = 60e6
 FLOP_PER_US = {8: 1576e6, 4: 788e6}  # of an H200: e4m3, and bf16
 
