@@ -96,14 +96,11 @@ def read_rope(config: ConfigReader, head_dim: int, layer_type: str) -> RopeSpec:
         raise ModelError(f"{config.source}: rope_theta is {theta}; it must be positive")
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelError(f"rotary dimension {rotary_dim} does not fit heads of {head_dim}")
-    scaling = _read_scaling(own.get("rope_type", own.get("type", "default")), merged)
-    for factors in _per_frequency(scaling):
-        if len(factors) != rotary_dim // 2:
-            raise ModelError(f"{merged.source}: {len(factors)} factors for {rotary_dim // 2} rotary frequencies")
-    return RopeSpec(theta, rotary_dim, scaling)
+    kind = own.get("rope_type", own.get("type", "default"))
+    return RopeSpec(theta, rotary_dim, _read_scaling(kind, merged, rotary_dim // 2))
 
 
-def _read_scaling(kind: object, config: ConfigReader) -> RopeScaling | None:
+def _read_scaling(kind: object, config: ConfigReader, num_frequencies: int) -> RopeScaling | None:
     match kind:
         case "default" | "none" | None:
             return None
@@ -123,14 +120,14 @@ def _read_scaling(kind: object, config: ConfigReader) -> RopeScaling | None:
         case "longrope" | "su":
             original = _original_max_position(config)
             return LongRopeScaling(
-                short_factors=config.numbers("short_factor"),
-                long_factors=config.numbers("long_factor"),
+                short_factors=_factors(config, "short_factor", num_frequencies),
+                long_factors=_factors(config, "long_factor", num_frequencies),
                 original_max_position=original,
                 stretch=config.optional_number("factor") or config.integer("max_position_embeddings") / original,
                 attention_factor=config.optional_number("attention_factor"),
             )
         case str() if kind == DIVISORS:
-            return FrequencyDivisors(config.numbers(DIVISORS))
+            return FrequencyDivisors(_factors(config, DIVISORS, num_frequencies))
     raise ModelError(f"rope scaling {kind!r} is not supported; supported: {_SUPPORTED}")
 
 
@@ -156,10 +153,9 @@ def _original_max_position(config: ConfigReader) -> int:
     return original or config.integer("max_position_embeddings")
 
 
-def _per_frequency(scaling: RopeScaling | None) -> tuple[tuple[float, ...], ...]:
-    match scaling:
-        case FrequencyDivisors(divisors):
-            return (divisors,)
-        case LongRopeScaling():
-            return scaling.short_factors, scaling.long_factors
-    return ()
+def _factors(config: ConfigReader, key: str, count: int) -> tuple[float, ...]:
+    """One for each rotary frequency."""
+    factors = config.numbers(key)
+    if len(factors) != count:
+        raise ModelError(f"{config.source}: {len(factors)} factors for {count} rotary frequencies")
+    return factors

@@ -48,9 +48,8 @@ def rope_frequencies(rope: RopeSpec, max_positions: int) -> Tensor:
             return _yarn(periods, rope, rope.scaling)
         case LongRopeScaling(short, long, original):
             return 1.0 / (torch.tensor(long if max_positions > original else short) * periods)
-        case DynamicScaling(
-            factor, original
-        ):  # the base, raised so that the lowest frequency is divided by the stretch
+        case DynamicScaling(factor, original):
+            # The base is raised so that the lowest frequency is divided by the stretch.
             stretch = factor * max(max_positions, original) / original - (factor - 1)
             raised: float = rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
             return 1.0 / raised**exponents
