@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from radixserve.configs.schema import ServeConfig
 from radixserve.engine import lifeline
 from radixserve.engine.errors import ConfigError, ModelError
 from radixserve.engine.logs import log_to_stderr
@@ -38,7 +37,9 @@ def main() -> int:
     log_to_stderr(config.log_level, config.log_format)
     faulthandler.enable()
     try:
-        runner = _build(config, Shard(rank, config.tensor_parallel_size), meeting)
+        from radixserve.engine.build import build_follower  # late: it loads torch, and the pipe is watched by now
+
+        runner = build_follower(config, Shard(rank, config.tensor_parallel_size), meeting)
         gc.collect()
         gc.freeze()
         follow(runner, frames)
@@ -83,12 +84,6 @@ def _receive(meeting: Path) -> Iterator[Frame]:
     threading.Thread(target=read, name="frames", daemon=True).start()
     decoder = frame_decoder()
     return (decoder.decode(frame) for frame in iter(queue.get, None))
-
-
-def _build(config: ServeConfig, shard: Shard, meeting: Path) -> Runner:
-    from radixserve.engine.build import build_follower  # late: it loads torch, and the pipe is watched by now
-
-    return build_follower(config, shard, meeting)
 
 
 if __name__ == "__main__":

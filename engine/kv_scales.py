@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from radixserve.engine.decoder import Decoder, DecoderLayer
-from radixserve.engine.layers.linear import Projection
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.layers.transformer import SelfAttention
 from radixserve.kernels.interface import Weight
@@ -35,7 +34,10 @@ def scale_kv(model: Decoder) -> None:
 
 def _scale_layer(attention: SelfAttention, norm: RMSNorm, stretch: float) -> None:
     """``stretch``: the largest of rope's cosines and sines, which some scalings lengthen."""
-    parts = _parts(attention.qkv_proj)
+    projection, parts = attention.qkv_proj, attention.qkv_proj.parts
+    sizes = list(parts.values())
+    biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
+    rows = dict(zip(parts, map(_Rows, projection.matrix.split(sizes), biases), strict=True))
     stretch *= math.sqrt(2)
     if attention.q_norm is not None and attention.k_norm is not None:
         weight = attention.k_norm.weight
@@ -43,11 +45,11 @@ def _scale_layer(attention: SelfAttention, norm: RMSNorm, stretch: float) -> Non
         attention.q_norm.weight.mul_(factor)
         weight.div_(factor)
     else:
-        factor = _power_of_two(parts["k_proj"].largest_after(norm) * stretch)
-        parts["q_proj"].multiply(factor)
-        parts["k_proj"].multiply(1 / factor)
-    factor = _power_of_two(parts["v_proj"].largest_after(norm))
-    parts["v_proj"].multiply(1 / factor)
+        factor = _power_of_two(rows["k_proj"].largest_after(norm) * stretch)
+        rows["q_proj"].multiply(factor)
+        rows["k_proj"].multiply(1 / factor)
+    factor = _power_of_two(rows["v_proj"].largest_after(norm))
+    rows["v_proj"].multiply(1 / factor)
     _multiply(attention.o_proj.matrix, factor)
 
 
@@ -77,10 +79,3 @@ class _Rows:
 
 def _multiply(weight: Weight, factor: float) -> None:
     (weight if isinstance(weight, Tensor) else weight.scales).mul_(factor)
-
-
-def _parts(projection: Projection) -> dict[str, _Rows]:
-    sizes = list(projection.parts.values())
-    weights = projection.matrix.split(sizes)
-    biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
-    return dict(zip(projection.parts, map(_Rows, weights, biases), strict=True))

@@ -1,7 +1,6 @@
 """How the next token of one request is chosen, and when the request ends. No torch."""
 
 import math
-from collections.abc import Iterable
 
 import msgspec
 
@@ -59,7 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise
 
     def _check(self) -> None:
-        msgspec.structs.force_setattr(self, "stop", _all_of(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        msgspec.structs.force_setattr(self, "stop", stop)
         _at_least("max_tokens", self.max_tokens, 1)
         _at_least("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -89,10 +89,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalties(self) -> bool:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
-
-
-def _all_of(texts: str | Iterable[str]) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:

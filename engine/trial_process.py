@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,7 +38,8 @@ def main() -> None:
     setup = msgspec.msgpack.decode(pipe.recv_bytes(), type=TrialSetup)
     compiler = Compiler(setup.vocabulary, setup.eos_token_ids, _CACHE_BYTES)
     if setup.memory_bytes is not None:
-        most = _address_space() + setup.memory_bytes
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = num_pages * resource.getpagesize() + setup.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     while True:
         try:
@@ -64,11 +66,6 @@ def _try(compiler: Compiler, grammar: str) -> str:
     except InvalidRequest as error:
         return error.message if error.code == TOO_COMPLEX else ""
     return ""
-
-
-def _address_space() -> int:
-    with open("/proc/self/statm") as sizes:
-        return int(sizes.read().split()[0]) * resource.getpagesize()
 
 
 class _Unused(ModuleType):

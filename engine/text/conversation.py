@@ -34,12 +34,11 @@ def text_in(content: object, where: str, kinds: Mapping[str, str]) -> str:
         return content
     if not isinstance(content, list):
         raise wrong(where, "must be a string or a list of parts")
-    return PART_SEPARATOR.join(_part(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
-
-
-def _part(part: object, where: str, kinds: Mapping[str, str]) -> str:
-    kind, part = kind_of(part, where, kinds)
-    return string_in(part, kinds[kind], where)
+    texts = []
+    for i, part in enumerate(content):
+        kind, fields = kind_of(part, f"{where}[{i}]", kinds)
+        texts.append(string_in(fields, kinds[kind], f"{where}[{i}]"))
+    return PART_SEPARATOR.join(texts)
 
 
 def kind_of(item: object, where: str, kinds: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -88,24 +87,17 @@ def _message(message: object, where: str) -> Message:
         normal.setdefault("reasoning_content", normal["reasoning"])
     calls = normal.pop("tool_calls", None)
     if calls:
-        normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+        if not isinstance(calls, list):
+            raise wrong(f"{where}.tool_calls", "must be a list")
+        normal["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     may_be_empty = role == "assistant" and (calls is not None or "reasoning_content" in normal)
     if "content" not in normal and not may_be_empty:
         raise wrong(f"{where}.content", "is missing")
-    normal["content"] = _text(normal.get("content", ""), f"{where}.content")
-    return normal
-
-
-def _text(content: object, where: str) -> str:
+    content = normal.get("content", "")
     if isinstance(content, list):
         content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return text_in(content, where, {"text": "text"})
-
-
-def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise wrong(where, "must be a list")
-    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+    normal["content"] = text_in(content, f"{where}.content", {"text": "text"})
+    return normal
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class LiteralEncoder:
         found = {span for text in _strings(inputs) if self._first_char.search(text) for span in self._risky(text)}
         if not found:
             return self._tokenizer.encode(render(inputs), add_special_tokens=False)
-        free = _unused_chars("".join(_strings(inputs)))
+        used = set("".join(_strings(inputs)))
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
         char_of = {text: next(free) for text in sorted(found, key=len, reverse=True)}
         rendered = render(_map_strings(inputs, lambda text: self._hide(text, char_of)))
         backend, secret_name_of, id_of = self._renamed
@@ -110,8 +111,3 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_map_strings(inner, change) for inner in value]
     return value
-
-
-def _unused_chars(text: str) -> Iterator[str]:
-    used = set(text)
-    return (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
