@@ -232,15 +232,16 @@ class _Parts:
             local.windows,
             sizes.kv_dtype,
         )
+        reads_shared = config.shared_prefix_attention == "auto" and not config.disable_radix_cache
         if isinstance(kernels.ops, NativeOps):
-            native = NativeAttention(shape, kernels.ops)
+            native = NativeAttention(shape, kernels.ops, reads_shared=reads_shared)
             return RecordedModel(self.model, kernels.ops, native, max(sizes.step_tokens, sizes.max_num_seqs)), native
         return self.model, select_attention(
             config.attention_backend,
             shape,
             sizes.device,
             sizes.max_num_seqs,
-            reads_shared=config.shared_prefix_attention == "auto" and not config.disable_radix_cache,
+            reads_shared=reads_shared,
             deterministic=config.deterministic,
         )
 

@@ -89,7 +89,8 @@ class Step(ctypes.Structure):
         ("kv_lens", ctypes.c_void_p),  # int32 [sequences]
         ("query_starts", ctypes.c_void_p),  # int32 [sequences + 1]
         ("page_table", ctypes.c_void_p),  # int32 [rows, table_stride]
-        ("table_stride", ctypes.c_int64),
+        *_fields(ctypes.c_int64, "table_stride tiles tile_members"),
+        *_fields(ctypes.c_void_p, "own_lens tile_lens members"),  # of ``SharedTiles``
     ]
 
 

@@ -20,12 +20,17 @@ from torch import Tensor
 from radixserve.kernels.interface import AttentionShape, BatchLayout, HeadPlaces, Norm, Weight
 from radixserve.kernels.native_library import NativeLibrary, Op, Step, address
 from radixserve.kernels.packing import kind_of
+from radixserve.kernels.shared_prefix import SharedPrefixRule
 from radixserve.kernels.torch_ops import TorchOps
 
 # OpKind and Epilogue of native/interface.h.
 _LINEAR, _ROPE_STORE, _ATTEND, _NORM, _EMBED, _GATE, _SUM = range(7)
 _PUT, _ADD, _SILU_MUL, _GELU_MUL = range(4)
 _LANES = 16
+# ``ChunkRows::kRows`` of native/attention.h.
+_BLOCK_ROWS = 64
+# Tokens, and their share of all. Measured, see benchmarks/notes/cpu_kernels.md.
+_LEAST_SAVED = (512, 0.25)
 
 
 class NotRecordable(Exception):
@@ -228,9 +233,12 @@ class NativeAttention:
     """``AttentionKernel`` over fp32 or bf16 pages; queries and results are fp32."""
 
     plans_on_device = False
-    shared_prefixes = None
 
-    def __init__(self, shape: AttentionShape, ops: NativeOps):
+    def __init__(self, shape: AttentionShape, ops: NativeOps, *, reads_shared: bool = False):
+        # Windows hide prefixes.
+        members = _BLOCK_ROWS * shape.num_kv_heads // shape.num_heads
+        can_share = reads_shared and members > 1 and None in shape.windows
+        self.shared_prefixes = SharedPrefixRule(members, *_LEAST_SAVED) if can_share else None
         self._shape = shape
         self._ops = ops
         self._step = Step()
@@ -272,7 +280,7 @@ def _is_native(x: Tensor) -> bool:
 
 
 def _attention_step(layout: BatchLayout) -> Step:
-    return Step(
+    step = Step(
         sequences=len(layout.rows),
         rows=address(layout.rows),
         kv_lens=address(layout.kv_lens),
@@ -280,6 +288,12 @@ def _attention_step(layout: BatchLayout) -> Step:
         page_table=address(layout.page_table),
         table_stride=layout.page_table.shape[1],
     )
+    if layout.shared is not None:
+        lens, _, members = layout.shared
+        own, of_tiles = lens.split((layout.num_decodes, len(members)))
+        step.tiles, step.tile_members = int(of_tiles.count_nonzero()), members.shape[1]
+        step.own_lens, step.tile_lens, step.members = address(own), address(of_tiles), address(members)
+    return step
 
 
 def _set_cache(op: Op, k_cache: Tensor, v_cache: Tensor) -> None:

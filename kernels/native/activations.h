@@ -53,7 +53,7 @@ struct Results {
 
 struct Scratch {
   Buffer<int8_t> q, rest;
-  Buffer<float> scale, total, row, attended;
+  Buffer<float> scale, total, row, attended, prefixes;
   Buffer<int32_t> sums;
   Buffer<uint16_t> wide, handed;
   Buffer<int64_t> ends, places;

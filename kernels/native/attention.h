@@ -91,7 +91,26 @@ inline Floats capped(Floats scores, float softcap) {
   return softcap * (1.0f - 2.0f / (exp(scores * (2.0f / softcap)) + 1.0f));
 }
 
-// Queries of a chunk, block by block of keys (FlashAttention, arXiv 2205.14135). A vector holds one value of 16 rows, a row
+// Queries that are taken together: some of a chunk, or decodes that begin with the same keys, which all of them see.
+struct Queries {
+  int64_t sequence, count;
+  int64_t position, first;  // of the first one, and its token
+  const int32_t* decodes;   // or the tokens of all; null in a chunk
+
+  int64_t token(int64_t i) const { return decodes ? decodes[i] : first + i; }
+  int64_t position_of(int64_t i) const { return decodes ? position : position + i; }
+};
+
+// What a decode's heads have from its first keys: sums of values, in the end the largest score and the weights' total.
+struct PrefixSums {
+  float* sums;
+  int64_t q_heads, dim;
+
+  static size_t room(const Op& op) { return op.q_heads * (op.head_dim + kLanes); }
+  float* of(int64_t decode, int64_t head) const { return sums + (decode * q_heads + head) * (dim + kLanes); }
+};
+
+// Queries, block by block of keys (FlashAttention, arXiv 2205.14135). A vector holds one value of 16 rows, a row
 // being a query and one of the heads that share a key-value head: so no sum or maximum runs across a vector. A Block
 // says how queries, keys and values lie (start, fetch) and how kKeys of them are multiplied (add_keys).
 template <class Block>
@@ -106,7 +125,7 @@ class ChunkRows {
     return std::max<int64_t>(1, std::clamp(fair, kFewestRows, kRows) / group);
   }
 
-  void attend(const Results& to) {
+  void attend() {
     Block& block = static_cast<Block&>(*this);
     const int64_t vectors = (rows_ + kLanes - 1) / kLanes;
     for (int64_t v = 0; v < vectors; v++) {
@@ -114,33 +133,38 @@ class ChunkRows {
       block.start(v);
     }
     const int64_t first_key = std::max<int64_t>(0, position_ - op_.window + 1);
-    Places places(op_, step_, sequence_, kv_head_, first_key);
+    Places places(op_, step_, queries_.sequence, kv_head_, first_key);
     for (int64_t key = first_key; key <= last_; key += Block::kKeys) {
       block.fetch(key, places);
       block.add_keys(vectors, key);
     }
-    for (int64_t v = 0; v < vectors; v++) {
-      const Floats shares = Block::kExcess / totals_[v];
-      for (int64_t d = 0; d < dim_; d += kLanes) {
-        Floats parts[kLanes];
-        for (int64_t i = 0; i < kLanes; i++) parts[i] = load<Floats>(out_ + (v * dim_ + d + i) * kLanes) * shares;
-        transpose(parts);
-        for (int64_t lane = 0, row = v * kLanes; lane < kLanes && row < rows_; lane++, row++)
-          to.put(first_ + row / group_, (kv_head_ * group_ + row % group_) * dim_ + d, parts[lane]);
-      }
+  }
+
+  void put(const Results& to) const {
+    each_part([&](int64_t v) { return Block::kExcess / totals_[v]; },
+              [&](int64_t row, int64_t d, Floats part) { to.put(token(row), head(row) * dim_ + d, part); });
+  }
+
+  // As they are, for decodes that see further keys.
+  void put(const PrefixSums& to) const {
+    each_part([](int64_t) { return spread(1.0f); },
+              [&](int64_t row, int64_t d, Floats part) { store(to.of(token(row), head(row)) + d, part); });
+    for (int64_t row = 0; row < rows_; row++) {
+      float* ends = to.of(token(row), head(row)) + dim_;
+      ends[0] = tops_[row / kLanes][row % kLanes] * Block::kUnit;
+      ends[1] = totals_[row / kLanes][row % kLanes] / Block::kExcess;
     }
   }
 
  protected:
-  ChunkRows(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* out)
-      : op_(op), step_(step), sequence_(sequence), kv_head_(kv_head), first_(first),
-        group_(op.q_heads / op.kv_heads), rows_(count * group_), dim_(op.head_dim),
-        position_(step.kv_lens[sequence] - (step.query_starts[sequence + 1] - first)), last_(position_ + count - 1),
-        out_(out) {}
+  ChunkRows(const Op& op, const Step& step, const Queries& queries, int64_t kv_head, float* out)
+      : op_(op), step_(step), queries_(queries), kv_head_(kv_head), group_(op.q_heads / op.kv_heads),
+        rows_(queries.count * group_), dim_(op.head_dim), position_(queries.position),
+        last_(queries.position_of(queries.count - 1)), out_(out) {}
 
-  int64_t place(int64_t row) const {
-    return ((first_ + row / group_) * op_.q_heads + kv_head_ * group_ + row % group_) * dim_;
-  }
+  int64_t token(int64_t row) const { return queries_.token(row / group_); }
+  int64_t head(int64_t row) const { return kv_head_ * group_ + row % group_; }
+  int64_t place(int64_t row) const { return (token(row) * op_.q_heads + head(row)) * dim_; }
 
   // The rows that fill the last vector repeat the last one.
   int64_t row_of(int64_t v, int64_t lane) const { return std::min(v * kLanes + lane, rows_ - 1); }
@@ -159,14 +183,30 @@ class ChunkRows {
 
   const Op& op_;
   const Step& step_;
-  const int64_t sequence_, kv_head_, first_, group_, rows_, dim_;
+  const Queries queries_;
+  const int64_t kv_head_, group_, rows_, dim_;
   const int64_t position_, last_;  // of the first and the last query
   float* const out_;               // [kVectors][dim][16]
   Floats tops_[kVectors], totals_[kVectors];
 
  private:
+  // work(row, d, sums of dimensions d .. d + 15) for all, after each vector of rows was multiplied by factors(vector).
+  template <class Factors, class Work>
+  void each_part(Factors factors, Work work) const {
+    for (int64_t v = 0; v * kLanes < rows_; v++) {
+      const Floats times = factors(v);
+      for (int64_t d = 0; d < dim_; d += kLanes) {
+        Floats parts[kLanes];
+        for (int64_t i = 0; i < kLanes; i++) parts[i] = load<Floats>(out_ + (v * dim_ + d + i) * kLanes) * times;
+        transpose(parts);
+        for (int64_t lane = 0, row = v * kLanes; lane < kLanes && row < rows_; lane++, row++) work(row, d, parts[lane]);
+      }
+    }
+  }
+
   void reset(int64_t v) {
-    for (int64_t lane = 0; lane < kLanes; lane++) positions_[v][lane] = (int32_t)(position_ + row_of(v, lane) / group_);
+    for (int64_t lane = 0; lane < kLanes; lane++)
+      positions_[v][lane] = (int32_t)queries_.position_of(row_of(v, lane) / group_);
     std::memset(out_ + v * dim_ * kLanes, 0, dim_ * sizeof(Floats));
     tops_[v] = spread(-1e30f);  // finite: a window may leave a row none of the first keys
     totals_[v] = Floats{};
@@ -183,14 +223,14 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
 
  public:
   static constexpr int64_t kKeys = 32, kTogether = 8;
-  static constexpr float kExcess = 1.0f;
+  static constexpr float kExcess = 1.0f, kUnit = 1.0f;
   using Base::kRows;
 
   static size_t room(const Op& op) { return op.head_dim * (2 * kKeys + 2 * kRows); }
 
-  QueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
-      : Base(op, step, sequence, kv_head, first, count, room + op.head_dim * (2 * kKeys + kRows)),
-        keys_(room), values_(keys_ + kKeys * dim_), queries_(values_ + kKeys * dim_) {}
+  QueryBlock(const Op& op, const Step& step, const Queries& queries, int64_t kv_head, float* room)
+      : Base(op, step, queries, kv_head, room + op.head_dim * (2 * kKeys + kRows)),
+        keys_(room), values_(keys_ + kKeys * dim_), scaled_(values_ + kKeys * dim_) {}
 
  private:
   typedef typename Cache::Value Value;
@@ -200,7 +240,7 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
   void start(int64_t v) {
     for (int64_t lane = 0; lane < kLanes; lane++) {
       const float* q = op_.in + this->place(this->row_of(v, lane));
-      for (int64_t d = 0; d < dim_; d++) queries_[(v * dim_ + d) * kLanes + lane] = q[d] * op_.score_scale;
+      for (int64_t d = 0; d < dim_; d++) scaled_[(v * dim_ + d) * kLanes + lane] = q[d] * op_.score_scale;
     }
   }
 
@@ -223,7 +263,7 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
 
   void add_block(int64_t v, int64_t first) {
     Floats scores[kKeys];
-    const float* queries = queries_ + v * dim_ * kLanes;
+    const float* queries = scaled_ + v * dim_ * kLanes;
     for (int64_t k = 0; k < kKeys; k += kTogether) {
       Floats acc[kTogether] = {};
       for (int64_t d = 0; d < dim_; d++) {
@@ -259,7 +299,7 @@ class QueryBlock : public ChunkRows<QueryBlock<Cache>> {
   }
 
   float *keys_, *values_;  // [kKeys][dim]
-  float* queries_;         // [kVectors][dim][16]
+  float* scaled_;          // [kVectors][dim][16]: queries
 };
 
 }  // namespace

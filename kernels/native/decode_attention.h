@@ -54,7 +54,7 @@ inline void from_pair(const uint16_t*, Floats& a, Floats& b) {
 }
 
 // A query of some key-value heads and of the heads that share each of them, its rows. It sees tokens first_seen .. kv_len - 1,
-// 16 of them at a time and of those all heads, since these lie together.
+// 16 of them at a time and of those all heads, since these lie together. What tokens before have given may be added.
 template <class Cache>
 class Query {
  public:
@@ -63,10 +63,10 @@ class Query {
     return heads * (op.q_heads / op.kv_heads) * (kv_len + kLanes + 2 * op.head_dim);
   }
 
-  // places: room for the tokens seen, rounded up to 16.
-  Query(const Op& op, const Step& step, int64_t sequence, int64_t head, int64_t heads, int64_t kv_len, float* room,
-        int64_t* places)
-      : op_(op), first_seen_(std::max<int64_t>(0, kv_len - op.window)), seen_(kv_len - first_seen_),
+  // places: room for the tokens seen, rounded up to 16. before: of the first_seen tokens, PrefixSums of the rows, or null.
+  Query(const Op& op, const Step& step, int64_t sequence, int64_t head, int64_t heads, int64_t first_seen, int64_t kv_len,
+        const float* before, float* room, int64_t* places)
+      : op_(op), first_seen_(first_seen), seen_(kv_len - first_seen_), before_(before),
         padded_((seen_ + kLanes - 1) / kLanes * kLanes), group_(op.q_heads / op.kv_heads), rows_(heads * group_),
         dim_(op.head_dim), queries_(room), sums_(queries_ + rows_ * dim_), scores_(sums_ + rows_ * dim_), places_(places) {
     Places walk(op, step, sequence, head, first_seen_);
@@ -83,7 +83,9 @@ class Query {
       each_group([&](auto rows, int64_t row, int64_t at) { score<rows.value>(row, at, block); });
     }
     std::memset(sums_, 0, rows_ * dim_ * sizeof(float));
-    for (int64_t row = 0; row < rows_; row++) softmax(scores_ + row * padded_, queries_ + row * dim_);
+    for (int64_t row = 0; row < rows_; row++)
+      softmax(scores_ + row * padded_, before_ ? before_ + row * (dim_ + kLanes) : nullptr, sums_ + row * dim_, queries_ + row * dim_);
+    if (before_) each_pair(sums_, [](Floats& a, Floats& b) { to_pair((const Value*)nullptr, a, b); });
     for (int64_t first = 0; first < padded_; first += kLanes) {
       const Block block{op_.v_cache, first, op_.v_cache, std::min(first + kLanes, padded_ - kLanes)};
       each_group([&](auto rows, int64_t row, int64_t at) { add_values<rows.value>(row, at, block); });
@@ -172,17 +174,23 @@ class Query {
     }
   }
 
-  // Scores become weights; share: what is to be multiplied by in the end.
-  void softmax(float* row, float* share) const {
+  // Scores become weights, sums those of before; share: what is to be multiplied by in the end.
+  void softmax(float* row, const float* before, float* sums, float* share) const {
     for (int64_t t = seen_; t < padded_; t++) row[t] = -INFINITY;
     Floats top = load<Floats>(row), totals{};
     for (int64_t t = kLanes; t < padded_; t += kLanes) top = larger(load<Floats>(row + t), top);
     for (int i = kLanes / 2; i > 0; i /= 2)
       for (int lane = 0; lane < i; lane++) top[lane] = std::max(top[lane], top[lane + i]);
+    float shrink = 0;
+    if (before) {
+      top[0] = std::max(top[0], before[dim_]);
+      shrink = std::exp(before[dim_] - top[0]);
+      for (int64_t d = 0; d < dim_; d += kLanes) store(sums + d, load<Floats>(before + d) * shrink);
+    }
     for (int64_t t = 0; t < padded_; t += kLanes) store(row + t, exp(load<Floats>(row + t) - top[0]));
     for (int64_t t = seen_; t < padded_; t++) row[t] = 0;
     for (int64_t t = 0; t < padded_; t += kLanes) totals += load<Floats>(row + t);
-    *share = 1.0f / sum(totals);
+    *share = 1.0f / (sum(totals) + (before ? before[dim_ + 1] * shrink : 0));
   }
 
   template <int kRows>
@@ -217,7 +225,9 @@ class Query {
   }
 
   const Op& op_;
-  const int64_t first_seen_, seen_, padded_, group_, rows_, dim_;
+  const int64_t first_seen_, seen_;
+  const float* const before_;
+  const int64_t padded_, group_, rows_, dim_;
   float *const queries_, *const sums_;  // [rows][dim], 32 values as get_pair has them
   float* const scores_;                 // [rows][padded]
   const int64_t* const places_;         // [padded] of keys and values; those after the last token repeat it, with weight 0

@@ -50,5 +50,10 @@ struct Step {
   const int32_t* query_starts;
   const int32_t* page_table;
   int64_t table_stride;
+  // Tiles of decodes that begin with the same pages (SharedTiles of shared_prefix.py); decodes are the first sequences.
+  int64_t tiles, tile_members;
+  const int32_t* own_lens;   // [decodes]: tokens behind the prefix
+  const int32_t* tile_lens;  // [tiles]: tokens of the prefix
+  const int32_t* members;    // [tiles, tile_members]: -1 behind them
 };
 }

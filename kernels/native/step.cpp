@@ -48,7 +48,7 @@ class Walker {
       case kRopeStore:
         phase.share(step_.tokens, 8, pulse_, [&](int64_t t) { rope_store(op, step_, t, own_.row.at_least(op.head_dim)); });
         return;
-      case kAttend: return attend_all(op, phase);
+      case kAttend: return attend_all(op, phases[0], phase);
       case kNorm:
         phase.share(step_.tokens, 8, pulse_, [&](int64_t t) {
           rms_norm(op.in + t * op.cols, op.norm, op.eps, op.cols, op.out + t * op.cols);
@@ -87,11 +87,13 @@ class Walker {
   }
 
   void linear(const Op& op, bool has_input, Phase& preparing, Phase& phase);
-  void attend_all(const Op& op, Phase& phase);
+  void attend_all(const Op& op, Phase& of_prefixes, Phase& phase);
   template <class Cache>
-  void attend_cached(const Op& op, Phase& phase);
+  void attend_cached(const Op& op, Phase& of_prefixes, Phase& phase);
+  template <class Cache, class To>
+  void attend_block(const Op& op, const Queries& queries, int64_t head, const To& to);
   template <class Cache>
-  void attend_one(const Op& op, const Results& to, int64_t s, int64_t head, int64_t heads);
+  void attend_one(const Op& op, const Results& to, const PrefixSums& prefixes, int64_t s, int64_t head, int64_t heads);
   void embed(const Op& op, int64_t token);
 
   const Step& step_;
@@ -134,16 +136,27 @@ void Walker::linear(const Op& op, bool has_input, Phase& preparing, Phase& phase
   phase.share(layer.out_panels, at_once, pulse_, [&](int64_t p) { layer.by_vectors(p, a, tokens); });
 }
 
-void Walker::attend_all(const Op& op, Phase& phase) {
+void Walker::attend_all(const Op& op, Phase& of_prefixes, Phase& phase) {
   if (op.cache_bf16)
-    attend_cached<Bf16Cache>(op, phase);
+    attend_cached<Bf16Cache>(op, of_prefixes, phase);
   else
-    attend_cached<Fp32Cache>(op, phase);
+    attend_cached<Fp32Cache>(op, of_prefixes, phase);
 }
 
-// A piece of work is a key-value head of a block of queries or of a decode, but all heads of it if there are many.
+// A piece of work is a key-value head of a block of queries or of a decode, but all heads of it if there are many. Before
+// come those of prefixes that decodes share, each in a block of its own; a window would hide some of it from some of them.
 template <class Cache>
-void Walker::attend_cached(const Op& op, Phase& phase) {
+void Walker::attend_cached(const Op& op, Phase& of_prefixes, Phase& phase) {
+  PrefixSums prefixes{nullptr, op.q_heads, op.head_dim};
+  if (step_.tiles && op.window >= step_.table_stride * op.page_size) {
+    prefixes.sums = shared_.prefixes.at_least(0);
+    of_prefixes.share(step_.tiles * op.kv_heads, 1, pulse_, [&](int64_t i) {
+      const int64_t tile = i / op.kv_heads;
+      const int32_t* members = step_.members + tile * step_.tile_members;
+      const int64_t count = std::find(members, members + step_.tile_members, -1) - members;
+      attend_block<Cache>(op, {members[0], count, step_.tile_lens[tile] - 1, 0, members}, i % op.kv_heads, prefixes);
+    });
+  }
   int64_t chunks = 0;  // tokens of all
   for (int64_t s = 0; s < step_.sequences; s++) {
     const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];
@@ -161,27 +174,38 @@ void Walker::attend_cached(const Op& op, Phase& phase) {
   phase.share(ends[step_.sequences - 1], 1, pulse_, [&](int64_t task) {
     const int64_t s = std::upper_bound(ends, ends + step_.sequences, task) - ends;
     const int64_t number = task - (s ? ends[s - 1] : 0), head = number % op.kv_heads;
-    const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block;
-    if (step_.query_starts[s + 1] - step_.query_starts[s] == 1) return attend_one<Cache>(op, to, s, head, heads);
-    const int64_t count = std::min(per_block, step_.query_starts[s + 1] - first);
-#if defined(HAS_TILES)
-    if (has_tiles_ && TileQueryBlock::fits(op)) {
-      TileQueryBlock(op, step_, s, head, first, count, own_.row.at_least(TileQueryBlock::room(op))).attend(to);
-      return;
-    }
-#endif
-    QueryBlock<Cache>(op, step_, s, head, first, count, own_.row.at_least(QueryBlock<Cache>::room(op))).attend(to);
+    const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block, end = step_.query_starts[s + 1];
+    if (end - step_.query_starts[s] == 1) return attend_one<Cache>(op, to, prefixes, s, head, heads);
+    attend_block<Cache>(op, {s, std::min(per_block, end - first), step_.kv_lens[s] - (end - first), first, nullptr}, head, to);
   });
+}
+
+// to: Results or PrefixSums.
+template <class Cache, class To>
+void Walker::attend_block(const Op& op, const Queries& queries, int64_t head, const To& to) {
+  const auto attend = [&](auto block) {
+    block.attend();
+    block.put(to);
+  };
+#if defined(HAS_TILES)
+  if (has_tiles_ && TileQueryBlock::fits(op))
+    return attend(TileQueryBlock(op, step_, queries, head, own_.row.at_least(TileQueryBlock::room(op))));
+#endif
+  attend(QueryBlock<Cache>(op, step_, queries, head, own_.row.at_least(QueryBlock<Cache>::room(op))));
 }
 
 // The only query of sequence s, of so many key-value heads from this one.
 template <class Cache>
-void Walker::attend_one(const Op& op, const Results& to, int64_t s, int64_t head, int64_t heads) {
+void Walker::attend_one(const Op& op, const Results& to, const PrefixSums& prefixes, int64_t s, int64_t head, int64_t heads) {
   const int64_t token = step_.query_starts[s], kv_len = step_.kv_lens[s], group = op.q_heads / op.kv_heads * op.head_dim;
   const float* queries = op.in + token * to.width + head * group;
   float* attended = to.tiles ? own_.attended.at_least(heads * group) : op.out + token * to.width + head * group;
+  const bool has_prefix = prefixes.sums && step_.own_lens[s] < kv_len;
+  const int64_t first_seen = has_prefix ? kv_len - step_.own_lens[s] : std::max<int64_t>(0, kv_len - op.window);
+  const float* before = has_prefix ? prefixes.of(s, head * (op.q_heads / op.kv_heads)) : nullptr;
   float* room = own_.row.at_least(Query<Cache>::room(op, heads, kv_len));
-  Query<Cache>(op, step_, s, head, heads, kv_len, room, own_.places.at_least(kv_len + kLanes)).attend(queries, attended);
+  int64_t* places = own_.places.at_least(kv_len + kLanes);
+  Query<Cache>(op, step_, s, head, heads, first_seen, kv_len, before, room, places).attend(queries, attended);
   if (!to.tiles) return;
   for (int64_t d = 0; d < heads * group; d += kLanes) to.put(token, head * group + d, load<Floats>(attended + d));
 }
@@ -242,6 +266,7 @@ void run(void* handle, const Op* ops, int64_t count, const Step* step) {
   for (Phase& phase : engine.phases) phase.reset();
   // Shared rooms grow before threads hold pointers into them.
   for (int64_t i = 0; i < count; i++) {
+    if (ops[i].kind == kAttend && step->tiles) engine.shared.prefixes.at_least(step->sequences * PrefixSums::room(ops[i]));
     if (ops[i].kind != kLinear) continue;
     engine.shared.room(padded_tokens(step->tokens), ops[i].cols, true);
     engine.shared.handed.at_least(padded_tokens(step->tokens) * ops[i].cols);

@@ -22,6 +22,7 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
  public:
   static constexpr int64_t kKeys = 64;
   static constexpr float kExcess = kUncut;  // of totals over what weights are in the mean, being cut off
+  static constexpr float kUnit = 1 / kLog2E;  // of scores
 
   static bool fits(const Op& op) {
     return op.cache_bf16 && op.head_dim % kBlock == 0 && op.q_heads / op.kv_heads <= kRows;
@@ -29,10 +30,10 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
   // Floats of memory that it works in.
   static size_t room(const Op& op) { return op.head_dim * (kRows * 3 / 2 + kKeys) + kKeys * kLanes * 3 / 2; }
 
-  TileQueryBlock(const Op& op, const Step& step, int64_t sequence, int64_t kv_head, int64_t first, int64_t count, float* room)
-      : ChunkRows(op, step, sequence, kv_head, first, count, room), scores_(room + kRows * dim_),
-        weights_((uint8_t*)(scores_ + kKeys * kLanes)), queries_(weights_ + kKeys * kLanes * 2),
-        keys_(queries_ + kRows * dim_ * 2), values_(keys_ + kKeys * dim_ * 2) {}
+  TileQueryBlock(const Op& op, const Step& step, const Queries& queries, int64_t kv_head, float* room)
+      : ChunkRows(op, step, queries, kv_head, room), scores_(room + kRows * dim_),
+        weights_((uint8_t*)(scores_ + kKeys * kLanes)), scaled_(weights_ + kKeys * kLanes * 2),
+        keys_(scaled_ + kRows * dim_ * 2), values_(keys_ + kKeys * dim_ * 2) {}
 
  private:
   // Queries as bf16 pairs of dimensions [dim / 2][16 rows], scaled so that scores, unless capped, are powers of 2.
@@ -47,7 +48,7 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
         pairs[lane] = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
       }
       transpose((Floats*)pairs);
-      for (int64_t i = 0; i < kLanes; i++) store(queries_ + 32 * (v * dim_ + d) + 64 * i, pairs[i]);
+      for (int64_t i = 0; i < kLanes; i++) store(scaled_ + 32 * (v * dim_ + d) + 64 * i, pairs[i]);
     }
   }
 
@@ -129,7 +130,7 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
     if (kBlocks > 1) _tile_zero(3);
     for (int64_t d = 0; d < dim_; d += kBlock) {
       const uint8_t* keys = keys_ + 2 * d * kKeys;
-      _tile_loadd(4, queries_ + 32 * (v * dim_ + d), 64);
+      _tile_loadd(4, scaled_ + 32 * (v * dim_ + d), 64);
       _tile_loadd(5, keys, 64);
       _tile_dpbf16ps(0, 5, 4);
       _tile_loadd(6, keys + 1024, 64);
@@ -172,7 +173,7 @@ class TileQueryBlock : public ChunkRows<TileQueryBlock> {
   }
 
   float* scores_;                                  // [kKeys][16]
-  uint8_t *weights_, *queries_, *keys_, *values_;  // bf16 pairs
+  uint8_t *weights_, *scaled_, *keys_, *values_;   // bf16 pairs, scaled_ being queries
 };
 
 }  // namespace

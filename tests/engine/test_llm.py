@@ -16,7 +16,8 @@ from radixserve.engine.errors import ConfigError, InvalidRequest, ModelError
 from radixserve.engine.llm import LLM
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.structured import regex, structural_tag
-from radixserve.kernels.interface import BatchLayout
+from radixserve.kernels.interface import AttentionKernel, BatchLayout
+from radixserve.kernels.native_ops import NativeAttention
 from radixserve.kernels.torch_attention import TorchAttention
 from radixserve.tests.engine import tiny_models
 from radixserve.tests.server.byte_model import write_byte_model
@@ -94,26 +95,35 @@ def test_seeded_draws_do_not_depend_on_batch_chunk_cache_or_retraction(folder: P
             assert tokens(llm, tiny_models.PROMPTS[::-1], rules[::-1]) == alone[::-1]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        (TorchAttention, {"disable_overlap_schedule": False}),
+        (TorchAttention, {"disable_overlap_schedule": True}),
+        (NativeAttention, {"cpu_weights": "bf16"}),
+    ],
+)
 def test_reading_a_long_common_prefix_once_changes_no_token(
-    folder: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, kernel: type[AttentionKernel], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared_steps: list[int] = []
-    plan = TorchAttention.plan
+    plan = kernel.plan
 
-    def spied(self: TorchAttention, layout: BatchLayout) -> None:
+    def spied(self: AttentionKernel, layout: BatchLayout) -> None:
         if layout.shared is not None:
             shared_steps.append(layout.num_decodes)
         plan(self, layout)
 
-    monkeypatch.setattr(TorchAttention, "plan", spied)
+    monkeypatch.setattr(kernel, "plan", spied)
     base = tiny_models.random_ids(180, seed=20)
     prompts = [base + tiny_models.random_ids(5 + 9 * i, seed=21 + i) for i in range(6)]
     prompts += [base[:150] + [7, 8, 9], *tiny_models.PROMPTS]  # one shares a shorter prefix
     found = {}
     for choice in ("off", "auto"):
         assert not shared_steps
-        with open_llm(folder, shared_prefix_attention=choice, disable_overlap_schedule=not overlap) as llm:
+        with open_llm(folder, shared_prefix_attention=choice, **options) as llm:
+            if kernel is NativeAttention and "native" not in llm.description:
+                pytest.skip(llm.description)
             found[choice] = tokens(llm, prompts, greedy(20))
     assert found["auto"] == found["off"]
     assert len(shared_steps) > 10 and max(shared_steps) >= 7

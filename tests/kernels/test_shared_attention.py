@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.kernels.interface import AttentionShape, BatchLayout
+from radixserve.kernels.interface import AttentionKernel, AttentionShape, BatchLayout
+from radixserve.kernels.native_ops import NativeAttention, NativeOps
+from radixserve.kernels.select import BackendUnavailable, select_native
 from radixserve.kernels.shared_prefix import PrefixGroups, SharedPrefixRule, pack_tiles, packed_size, unpack_tiles
 from radixserve.kernels.torch_attention import TorchAttention
 
@@ -122,18 +124,37 @@ def test_reading_once_must_save_enough_tokens_and_a_share_of_all() -> None:
     assert not SharedPrefixRule(8, saved, 0.5).pays(groups, 2 * saved + 2)
 
 
+@pytest.fixture(scope="module")
+def native_ops() -> NativeOps:
+    try:
+        return select_native(2, print)
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "dtype"), [(9, 3, 64, "float32"), (8, 1, 128, "bfloat16")])
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_plain_torch_reads_prefixes_once_and_gives_the_same(
-    groups: list[tuple[int, int]], q_heads: int, kv_heads: int, dim: int, dtype: str, page_size: int
+def test_a_cpu_reads_prefixes_once_and_gives_the_same(
+    groups: list[tuple[int, int]],
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: str,
+    page_size: int,
+    native: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     cpu, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
     case = Case.make(groups, singles=3, page_size=page_size, seed=len(groups) + page_size, device=cpu)
     k_cache, v_cache = (torch.randn(case.num_pages, page_size, kv_heads, dim).to(torch_dtype) for _ in range(2))
-    q = torch.randn(case.layout.num_decodes, q_heads, dim).to(torch_dtype)
-    shape = AttentionShape(q_heads, kv_heads, dim, page_size, torch_dtype, scale=0.2, windows=(None, 40))
-    kernel = TorchAttention(shape, cpu, reads_shared=True)
+    q = torch.randn(case.layout.num_decodes, q_heads, dim).to(torch.float32 if native else torch_dtype)
+    softcap = 2.0 if native and dtype == "float32" else None  # which torch does not do for prefixes
+    shape = AttentionShape(q_heads, kv_heads, dim, page_size, torch_dtype, 0.2, softcap, windows=(None, 40))
+    kernel: AttentionKernel = TorchAttention(shape, cpu, reads_shared=True)
+    if native:
+        kernel = NativeAttention(shape, request.getfixturevalue("native_ops"), reads_shared=True)
     assert kernel.shared_prefixes is not None
     members = kernel.shared_prefixes.tile_members
     kernel.plan(case.layout)
