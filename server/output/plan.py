@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.structured import Format, json_schema
@@ -26,37 +26,21 @@ _BREAK: Format = {"type": "regex", "pattern": r"\n{0,2}"}
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """``grammar`` for the engine, asked for by ``field``. Where ``parses`` is false the text is the content."""
+    """``grammar`` for the engine, asked for by ``field``. ``new_parser`` makes a parser for a choice, or None where the
+    text is the content; ``markers`` are control tokens that it must see."""
 
     grammar: str | None = None
     field: str = "grammar"
-    reasoning: ReasoningFormat | None = None
-    calls: CallFormat | None = None
-    tools: Mapping[str, Any] | None = None
-    thinking: bool = False
-    single_call: bool = False
-
-    @property
-    def parses(self) -> bool:
-        return self.reasoning is not None or bool(self.tools)
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Control tokens that the parser must see."""
-        forms = [form for form in (self.reasoning, self.calls) if form is not None]
-        return tuple(marker for form in forms for marker in form.markers)
-
-    def new_parser(self) -> OutputParser | None:
-        if not self.parses:
-            return None
-        return OutputParser(
-            self.reasoning, self.calls, self.tools or {}, thinking=self.thinking, single_call=self.single_call
-        )
+    new_parser: Callable[[], OutputParser | None] = lambda: None
+    markers: tuple[str, ...] = ()
 
 
 def completion_plan(request: CompletionRequest) -> OutputPlan:
     """Raises ``InvalidRequest``."""
-    wanted = wanted_format(request)
+    return _plan(wanted_format(request))
+
+
+def _plan(wanted: Wanted | None) -> OutputPlan:
     return OutputPlan(grammar_text(wanted.format, wanted.field), wanted.field) if wanted else OutputPlan()
 
 
@@ -73,15 +57,16 @@ def chat_plan(
         wanted = _after_reasoning(wanted, reasoning, prompt_end, budget, control_texts)
     elif reasoning is not None:
         reasoning = None  # the prompt itself has closed it
-    return OutputPlan(
-        grammar=None if wanted is None else grammar_text(wanted.format, wanted.field),
-        field="grammar" if wanted is None else wanted.field,
-        reasoning=reasoning if request.separate_reasoning else None,
-        calls=calls,
-        tools={function.name: function.parameters or {} for function in functions},
-        thinking=reasoning is not None and prompt_end.endswith(reasoning.start),
-        single_call=single,
-    )
+    thinking = reasoning is not None and prompt_end.endswith(reasoning.start)
+    if not request.separate_reasoning:
+        reasoning = None
+    markers = tuple(marker for form in (reasoning, calls) if form for marker in form.markers)
+    plan = replace(_plan(wanted), markers=markers)
+    if reasoning is None and not functions:
+        return plan
+    tools = {function.name: function.parameters or {} for function in functions}
+    parser = partial(OutputParser, reasoning, calls, tools, thinking=thinking, single_call=single)
+    return replace(plan, new_parser=parser)
 
 
 def _wanted(

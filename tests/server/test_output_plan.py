@@ -9,6 +9,7 @@ from radixserve.engine.constraint import mask_words
 from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.grammars import XGrammars
 from radixserve.engine.text.tokenizer import Tokenizer
+from radixserve.server.output.deltas import Reasoning
 from radixserve.server.output.formats import CALL_FORMATS, REASONING_FORMATS, OutputFormats
 from radixserve.server.output.plan import OutputPlan, chat_plan
 from radixserve.server.protocol.chat import ChatRequest
@@ -116,7 +117,8 @@ def test_formats_begin_after_the_reasoning(source: XGrammars) -> None:
     assert fits(source, may_think, '<think>Hm, "no"?</think>\n\n"yes"') and fits(source, may_think, '"yes"')
     assert not fits(source, may_think, "<think>Hm</think>no")
     thinks = plan(reasoning="qwen3", prompt_end="assistant\n<think>\n", response_format=ANSWER)
-    assert thinks.thinking
+    parser = thinks.new_parser()
+    assert parser is not None and parser.feed("Hm.") == [Reasoning("Hm.")]
     assert fits(source, thinks, 'Hm.</think>"yes"') and not fits(source, thinks, '"yes"')
     thought = plan(reasoning="qwen3", prompt_end="<think>\n\n</think>\n\n", response_format=ANSWER)
     assert fits(source, thought, '"yes"') and not fits(source, thought, '<think>Hm</think>"yes"')
