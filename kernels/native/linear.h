@@ -65,13 +65,6 @@ struct Linear {
   void by_tiles(int64_t p, const Activations& a, int64_t start, int64_t end, uint8_t* unpacked) const {
     const bool has_second = gated || p + 1 < out_panels, at_once = end - start <= 32;
     const uint8_t* w[2] = {panel(p), panel(!has_second ? p : gated ? p + out_panels : p + 1)};
-    if constexpr (kKind != kBf16) {
-      for (int i = 0; i < 2 && !at_once; i++) {
-        uint8_t* to = unpacked + i * blocks * kBlockBytes[kBf16];
-        unpack<kKind>(w[i], blocks, to);
-        w[i] = to;
-      }
-    }
     alignas(64) float products[2][2][32][kLanes];  // of the last 64 tokens
     // Copies, since results are stored where, for all that the compiler knows, these might lie.
     const Results to = results;
@@ -92,11 +85,15 @@ struct Linear {
       const bool both = end - first > 16;
       const uint16_t* x = a.wide + first * op.cols;
       float* out = products[(first - start) / 32 % 2][0][0];
-      if constexpr (kKind != kBf16)
-        if (at_once) multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, both, out);
-      if (kKind == kBf16 || !at_once)
-        multiply_tiles(w[0], w[1], blocks, x, op.cols, both, out,
-                       [&](int64_t b) { put_until(std::min(first, first - 32 + (b + 1) * at_a_time)); });
+      if constexpr (kKind != kBf16) {
+        if (first == start) {
+          multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, both, out, unpacked, at_once ? 2 : blocks);
+          continue;
+        }
+      }
+      const uint8_t *one = kKind == kBf16 ? w[0] : unpacked, *two = kKind == kBf16 ? w[1] : unpacked + kBlockBytes[kBf16];
+      multiply_tiles(one, two, kKind == kBf16 ? 1 : 2, blocks, x, op.cols, both, out,
+                     [&](int64_t b) { put_until(std::min(first, first - 32 + (b + 1) * at_a_time)); });
     }
     put_until(end);
   }

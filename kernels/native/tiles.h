@@ -115,14 +115,11 @@ class Unpacker<kQ8> {
   const Floats d_, m_;
 };
 
-// A panel.
 template <int kKind>
-void unpack(const uint8_t* w, int64_t blocks, uint8_t* out) {
-  for (int64_t b = 0; b < blocks; b++, w += kBlockBytes[kKind], out += kBlockBytes[kBf16]) {
-    const Unpacker<kKind> block(w);
-    block.half(0, out);
-    block.half(1, out);
-  }
+void unpack(const uint8_t* block, uint8_t* out) {
+  const Unpacker<kKind> unpacker(block);
+  unpacker.half(0, out);
+  unpacker.half(1, out);
 }
 
 constexpr float kLog2E = 1.44269504f;
@@ -190,42 +187,45 @@ class TileSums {
   const bool both_;
 };
 
-// With unpacked panels. meanwhile(b): other work in vectors, which the processor does while the tile unit has block b.
+// With unpacked panels, whose blocks are so many blocks apart. meanwhile(b): other work in vectors, which the processor does
+// while the tile unit has block b.
 template <class Work>
-void multiply_tiles(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both,
-                    float* out, Work meanwhile) {
+void multiply_tiles(const uint8_t* w0, const uint8_t* w1, int64_t apart, int64_t blocks, const uint16_t* x, int64_t cols,
+                    bool both, float* out, Work meanwhile) {
   const TileSums sums(x, cols, both);
-  for (int64_t b = 0; b < blocks; b++) {
-    sums.add_block(b, w0 + b * kBlockBytes[kBf16], w1 + b * kBlockBytes[kBf16]);
+  for (int64_t b = 0; b < blocks; b++, w0 += apart * kBlockBytes[kBf16], w1 += apart * kBlockBytes[kBf16]) {
+    sums.add_block(b, w0, w1);
     meanwhile(b);
   }
   sums.take(out);
 }
 
-// With quantized panels, when these are all the tokens: while the tile unit has a block, the next is unpacked to the first
-// cache, in pieces between the products, since no more instructions than those of a piece are looked ahead.
+// With quantized panels, which are left unpacked as [blocks][2 panels], the last `kept` blocks in turn. While the tile unit
+// has a block, the next is unpacked, in pieces between the products, since no more instructions than those of a piece are
+// looked ahead.
 template <int kKind>
 void multiply_packed(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both,
-                     float* out) {
-  alignas(64) uint8_t unpacked[2][2][kBlockBytes[kBf16]];
+                     float* out, uint8_t* unpacked, int64_t kept) {
+  constexpr int64_t kBytes = kBlockBytes[kBf16];
   const TileSums sums(x, cols, both);
-  unpack<kKind>(w0, 1, unpacked[0][0]);
-  unpack<kKind>(w1, 1, unpacked[0][1]);
+  unpack<kKind>(w0, unpacked);
+  unpack<kKind>(w1, unpacked + kBytes);
+  uint8_t* ready = unpacked;
   for (int64_t b = 1; b < blocks; b++) {
-    const auto& ready = unpacked[(b - 1) % 2];
-    auto& next = unpacked[b % 2];
+    uint8_t* next = unpacked + b % kept * 2 * kBytes;
     const Unpacker<kKind> first(w0 + b * kBlockBytes[kKind]);
-    sums.add_00(b - 1, ready[0]);
-    first.half(0, next[0]);
+    sums.add_00(b - 1, ready);
+    first.half(0, next);
     sums.add_10(b - 1);
-    first.half(1, next[0]);
+    first.half(1, next);
     const Unpacker<kKind> second(w1 + b * kBlockBytes[kKind]);
-    sums.add_01(ready[1]);
-    second.half(0, next[1]);
+    sums.add_01(ready + kBytes);
+    second.half(0, next + kBytes);
     sums.add_11();
-    second.half(1, next[1]);
+    second.half(1, next + kBytes);
+    ready = next;
   }
-  sums.add_block(blocks - 1, unpacked[(blocks - 1) % 2][0], unpacked[(blocks - 1) % 2][1]);
+  sums.add_block(blocks - 1, ready, ready + kBytes);
   sums.take(out);
 }
 #endif
