@@ -17,8 +17,9 @@ GROUPS = (32, 64, 128)  # columns that may share a scale, if not a whole row doe
 BLOCK = 128  # rows and columns of e4m3 that share a scale, where they are multiplied with e4m3
 
 SMALLEST_SCALE = 1e-12  # of rows that are all zero
-# Tokens of a product up to which weights are widened on the way: where e4m3 can be multiplied as it is, and where not.
-_MOST_NARROW_OF_SCALED, _MOST_NARROW = 64, 256
+# Tokens of a product up to which weights are widened on the way: where e4m3 can be multiplied as it is, with scales by
+# row or by block, and where not.
+_MOST_NARROW_BY_ROW, _MOST_NARROW_BY_BLOCK, _MOST_NARROW = 32, 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +149,13 @@ class Product(Enum):
 
 def choose_product(num_tokens: int, form: Form, shape: tuple[int, int], *, has_scaled: bool) -> Product:
     """``shape``: of the matrix; ``has_scaled``: whether the device multiplies e4m3, and its library does so with scales
-    of rows."""
+    of rows. As measured on an H200 with the matrices of Qwen3-8B."""
     if num_tokens == 1 and shape[1] % 32 == 0:  # 16 bytes of a row are aligned, and have a scale in common
         return Product.VECTOR
     by_row = form == Form(8, None) and not any(size % 16 for size in shape)
     is_scaled = has_scaled and (by_row or form == Form(8, BLOCK, height=BLOCK))
-    if num_tokens <= (_MOST_NARROW_OF_SCALED if is_scaled else _MOST_NARROW) and shape[1] % 16 == 0:
+    most_narrow = _MOST_NARROW if not is_scaled else _MOST_NARROW_BY_ROW if by_row else _MOST_NARROW_BY_BLOCK
+    if num_tokens <= most_narrow and shape[1] % 16 == 0:
         return Product.NARROW
     return Product.SCALED if is_scaled else Product.WIDE
 

@@ -28,7 +28,7 @@ from radixserve.kernels.triton_scaled import round_tokens
 
 # Up to so many need no sorting. 16 could go without it, the rows of the smallest tensor-core product.
 _FEW_TOKENS = 8
-_MOST_BY_PAIR = 4
+_MOST_BY_PAIR, _MOST_NARROW_BY_PAIR = 4, 8
 _LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have
 _TABLE = 4096  # rows times experts that a program of the routing holds
 _LONGEST_PREFETCH = 8192  # of a row of weights, in bytes
@@ -57,7 +57,7 @@ def choose_tiles(
     """By the pairs of an expert, as measured on an H200 with the shape of Qwen3-30B-A3B. ``shared_bytes``: of a
     multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the device multiplies e4m3."""
     share = num_tokens * per_token / num_experts
-    if num_tokens <= _MOST_BY_PAIR:
+    if num_tokens <= (_MOST_BY_PAIR if bits == 16 else _MOST_NARROW_BY_PAIR):
         return _BY_PAIR
     if bits < 16:
         return _narrow_tiles(share, scaled=has_scaled and bits == 8)

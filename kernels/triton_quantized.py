@@ -26,8 +26,9 @@ from radixserve.kernels.triton_ops import load_stream
 _HALF_UNIT = UNIT // 2
 _LARGEST_FP16 = 32768.0
 _DEPTHS = (128, 64, 32, 16)  # columns of a step, if there are no groups
-# Programs that keep an H200 busy, and steps along the inner dimension that are worth a program.
-_PROGRAMS, _MIN_STEPS = 384, 4
+# Programs that the multiprocessors of an H200 hold at once, and steps along the inner dimension that are worth one: of
+# tiles with few registers, and of others.
+_MANY, _FEW = (396, 4), (264, 8)
 _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no instructions
 
 
@@ -257,7 +258,7 @@ def narrow_linear(
     tile = tile or _narrow_tile(m, form.bits)
     depth = form.group or next(size for size in _DEPTHS if k % size == 0)
     tiles = triton.cdiv(m, tile.columns), triton.cdiv(n, tile.rows)
-    parts = parts or _num_parts(tiles[0] * tiles[1], k // depth)
+    parts = parts or _num_parts(tiles[0] * tiles[1], k // depth, *(_FEW if tile.rows * tile.columns > 2048 else _MANY))
     narrow, scales = x.new_empty(m, k, dtype=torch.float16), x.new_empty(m, dtype=torch.float32)
     arrived = x.new_empty(tiles[0] * tiles[1], dtype=torch.int32)
     block = triton.next_power_of_2(k)
@@ -320,9 +321,9 @@ def _narrow_tile(tokens: int, bits: int) -> Tile:
     return Tile(128 if bits == 4 else 64, columns, 128, 4, 4)
 
 
-def _num_parts(tiles: int, steps: int) -> int:
-    """So that there are about ``_PROGRAMS``, as long as each has something to do."""
-    parts: int = max(1, min(_PROGRAMS // tiles, steps // _MIN_STEPS))
+def _num_parts(tiles: int, steps: int, programs: int, min_steps: int) -> int:
+    """So that all programs run at once, as long as each has something to do."""
+    parts: int = max(1, min(programs // tiles, steps // min_steps))
     return 1 << (parts.bit_length() - 1)
 
 
