@@ -50,7 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         try:
             self._check()
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             try:
                 msgspec.convert(msgspec.structs.asdict(self), type(self))
             except msgspec.ValidationError as wrong:  # which names the field

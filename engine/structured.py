@@ -227,7 +227,7 @@ def _is_of(value: Any, kinds: Sequence[Any]) -> bool:
         case str():
             return "string" in kinds
         case int() | float():
-            return "number" in kinds or ("integer" in kinds and value == int(value))
+            return "number" in kinds or ("integer" in kinds and value % 1 == 0)
         case list():
             return "array" in kinds
     return "object" in kinds

@@ -10,7 +10,14 @@ from radixserve.engine.sampling_params import SamplingParams
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": "hot"}, {"top_k": "all"}, {"stop": 5}, {"logit_bias": {"a": 1.0}}, {"max_tokens": "7"}],
+    [
+        {"temperature": "hot"},
+        {"top_k": "all"},
+        {"stop": 5},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": None},
+        {"max_tokens": "7"},
+    ],
     ids=str,
 )
 def test_a_value_of_another_type_is_refused_by_name(wrong: dict[str, Any]) -> None:

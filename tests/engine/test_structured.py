@@ -1,5 +1,6 @@
 """Schemas in the form whose meaning a grammar keeps, or refused by the name of what it cannot."""
 
+import math
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_schemas_say_what_json_schema_means_by_silence(schema: Any, expected: An
         ({"$ref": "https://example.org/a.json"}, "$ref: must be # or begin with #/"),
         ({"$defs": {"a": {"$anchor": "x"}}, "$ref": "#x"}, "$ref: must be"),
         ({"pattern": 5}, "pattern: must be a string"),
+        ({"type": "integer", "const": math.inf}, "const: is not of the type"),
         ({"items": {"pattern": "(?=a)b"}}, "items.pattern: (?= is not supported"),
         ({"pattern": 'say "x"'}, "pattern: quotes"),
         ({"patternProperties": {"a$b": {}}}, "patternProperties: $ is supported only at the end"),
