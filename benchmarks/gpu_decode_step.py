@@ -20,6 +20,7 @@ from torch import Tensor
 from radixserve.kernels.cuda_ops import CudaOps
 from radixserve.kernels.interface import AttentionShape, HeadPlaces, Norm, norm_of_stream
 from radixserve.kernels.triton_attention import TritonDecodeAttention
+from radixserve.kernels.triton_even import EvenProducts
 from radixserve.kernels.triton_ops import decode_inputs
 from radixserve.kernels.triton_sampling import sample
 
@@ -51,7 +52,8 @@ class DecodeStep:
     def __init__(self, config: dict[str, Any], batch: int, context: int, fused: bool, pdl: bool):
         torch.manual_seed(0)
         self.config, self.fused, self.batch, self.pdl = config, fused, batch, pdl
-        self.ops = CudaOps(pdl)
+        multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        self.ops = CudaOps(pdl, even=EvenProducts(multiprocessors, DEVICE) if pdl else None)
         spread = torch.linspace(0.5, 1.5, batch)[torch.randperm(batch)] if batch > 1 else torch.ones(1)
         lens = (spread * context).int()
         columns = int(lens.max()) // PAGE_SIZE + 1

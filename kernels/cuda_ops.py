@@ -11,6 +11,7 @@ from radixserve.kernels import triton_experts, triton_linear, triton_ops, triton
 from radixserve.kernels.interface import HeadPlaces, Norm, RankSums, Weight, norm_of_stream
 from radixserve.kernels.quantized import Product, QuantizedMatrix, Stack, choose_product
 from radixserve.kernels.torch_ops import TorchOps
+from radixserve.kernels.triton_even import EvenProducts, choose_tile
 from radixserve.kernels.triton_quantized_vector import vector_linear
 
 _MAX_TOKENS_IN_PARTS = 256
@@ -21,7 +22,7 @@ class CudaOps(TorchOps):
     """Stateless; see ``Ops`` for shapes. ``pdl``: programmatic dependent launch (compute capability 9.0 and later).
     ``experts``: whose mixtures of experts are used; None: those of ``triton_experts``. ``multiplies_fp8``: whether
     the device does, with scales of rows. ``sums``: with them all that is left pending is a rank's part of a sum, which
-    the norm that takes it makes."""
+    the norm that takes it makes. ``even``: makes products of few tokens where it is faster."""
 
     def __init__(
         self,
@@ -30,8 +31,10 @@ class CudaOps(TorchOps):
         *,
         multiplies_fp8: bool = False,
         sums: RankSums | None = None,
+        even: EvenProducts | None = None,
     ) -> None:
         super().__init__()
+        self._even = even
         self._pdl, self._experts, self._multiplies_fp8, self._sums = pdl, experts, multiplies_fp8, sums
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -42,8 +45,10 @@ class CudaOps(TorchOps):
             if self._sums.fits(x):
                 return self._sums.add_rms_norm(x, residual, norm), residual
             x = self._sums.all_reduce(x if x.dim() == 2 else x.sum(0))
-        # x comes from a product of the library, which lets nothing start before it ends: an early launch only costs.
-        return triton_ops.rms_norm(x, norm, residual, pdl=False), residual
+        # A product of the library lets nothing start before it ends: an early launch only costs. Of few tokens and
+        # columns that comes in parts.
+        is_own = x.dim() == 2 and len(x) <= triton_linear.MAX_TOKENS and x.shape[1] <= _MAX_COLUMNS_IN_PARTS
+        return triton_ops.rms_norm(x, norm, residual, self._pdl and is_own), residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return triton_ops.silu_mul(gate_up, self._pdl)
@@ -64,6 +69,8 @@ class CudaOps(TorchOps):
             if product is not None:
                 return stream, triton_ops.silu_mul(product, self._pdl) if gated else product
         normed, stream = norm_of_stream(self, stream, pending, norm)
+        if (product := self._even_linear(normed, weight, bias, gated=gated)) is not None:
+            return stream, product
         if self._is_fused(weight, bias, len(stream)):
             return stream, self._fused_linear(normed, weight, gated=gated)
         return stream, self._gated_linear(normed, weight, bias) if gated else self.linear(normed, weight, bias)
@@ -102,6 +109,8 @@ class CudaOps(TorchOps):
     def add_linear(
         self, stream: Tensor, y: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        if (even := self._even_linear(y, weight, bias, gated=False)) is not None:
+            return stream, even
         if self._is_fused(weight, bias, len(y)):
             product = self._fused_linear(y, weight, residual=None if self._sums else stream)
             return (stream, product) if self._sums else (product, None)
@@ -140,6 +149,12 @@ class CudaOps(TorchOps):
             return bias is None and triton_linear.is_fused(num_tokens, weight)
         product = choose_product(num_tokens, weight.form, weight.shape, has_scaled=False)
         return bias is None and weight.order is None and product == Product.VECTOR
+
+    def _even_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool) -> Tensor | None:
+        if self._even is None or bias is not None or not isinstance(weight, Tensor):
+            return None
+        tile = choose_tile(len(x), len(weight) // (2 if gated else 1), weight.shape[1], gated)
+        return None if tile is None else self._even.linear(x, weight, tile, gated=gated)
 
     def _fused_linear(self, x: Tensor, weight: Weight, **options: Any) -> Tensor:
         if isinstance(weight, Tensor):

@@ -65,11 +65,15 @@ def select_ops(
         return by_torch
     from radixserve.kernels.cuda_invariant import InvariantCudaOps  # Triton comes with torch for CUDA only
     from radixserve.kernels.cuda_ops import CudaOps
+    from radixserve.kernels.triton_even import EvenProducts
 
     experts = by_torch if moe_backend == "torch" else None
     is_hopper = _has_pdl(device)  # or later: torch's products of e4m3 with scales of rows are made for it
-    kind = InvariantCudaOps if deterministic else CudaOps
-    return kind(is_hopper, experts, multiplies_fp8=is_hopper, sums=sums)
+    if deterministic:
+        return InvariantCudaOps(is_hopper, experts, multiplies_fp8=is_hopper, sums=sums)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    even = EvenProducts(multiprocessors, device) if torch.cuda.get_device_capability(device) == (9, 0) else None
+    return CudaOps(is_hopper, experts, multiplies_fp8=is_hopper, sums=sums, even=even)
 
 
 def makes_sums(device: torch.device, dtype: torch.dtype) -> bool:
