@@ -14,6 +14,7 @@ from radixserve.engine.load_model import load_model
 from radixserve.engine.model_config import load_spec
 from radixserve.engine.model_files import resolve_model
 from radixserve.engine.parallel import Collectives, ParallelLogits, ParallelOps
+from radixserve.engine.rope_spec import LongRopeScaling
 from radixserve.engine.sharding import Shard, local_spec
 from radixserve.kernels.interface import AttentionShape, BatchLayout, Ops
 from radixserve.kernels.torch_attention import TorchAttention
@@ -93,6 +94,14 @@ def test_logits_of_every_kind_of_step(variant: str, tmp_path: Path) -> None:
     for logits, (row, at) in zip(pieces, [(0, 148), (1, 8), (2, 33)], strict=True):
         check(logits, expected[row][at : at + 1])
     check(model.logits([], [(2, other[34:], 34)])[0], expected[2][34:])
+
+
+@pytest.mark.parametrize(("variant", "original"), [("phi3-long", 8), ("phi3-short", 300)])
+def test_longrope_is_tried_on_both_sides_of_the_original_context(variant: str, original: int, tmp_path: Path) -> None:
+    """Where the configuration gave it a second time, with a default, both were on the same side."""
+    rope = load_spec(resolve_model(str(tiny_models.save(tiny_models.make(variant), tmp_path)))).layers[0].rope
+    assert rope is not None and isinstance(rope.scaling, LongRopeScaling)
+    assert rope.scaling.original_max_position == original
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -88,8 +88,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {**_WINDOW, "rope_parameters": {"rope_type": "default", **_THETA, "partial_rotary_factor": 0.5}},
-    "phi3-long": {"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 8}},
-    "phi3-short": {"rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 300}},
+    "phi3-long": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 8},
+    "phi3-short": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 300},
 }
 
 
