@@ -45,6 +45,7 @@ class CudaOps(TorchOps):
             if self._sums.fits(x):
                 return self._sums.add_rms_norm(x, residual, norm), residual
             x = self._sums.all_reduce(x if x.dim() == 2 else x.sum(0))
+            return triton_ops.rms_norm(x, norm, residual, pdl=False), residual
         # A product of the library lets nothing start before it ends: an early launch only costs. Of few tokens and
         # columns that comes in parts.
         is_own = x.dim() == 2 and len(x) <= triton_linear.MAX_TOKENS and x.shape[1] <= _MAX_COLUMNS_IN_PARTS
