@@ -1,19 +1,17 @@
 """The engine's main loop: messages in, steps, messages out, heartbeats. No torch."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import assert_never
 
-import msgspec
-
 from radixserve.engine import messages
-from radixserve.engine.constraint import ConstraintSource
+from radixserve.engine.built import BuiltEngine
 from radixserve.engine.frontends import Frontends
 from radixserve.engine.intake import Intake
 from radixserve.engine.observation import INTERVAL_S
 from radixserve.engine.pipeline import StepPipeline
 from radixserve.engine.scheduler import Scheduler
-from radixserve.engine.step import Pulse, Runner
 from radixserve.engine.watch import EngineWatch
 
 HEARTBEAT_S = 0.5
@@ -24,31 +22,19 @@ _SHOW_MS = int(INTERVAL_S * 1000)
 class EngineLoop:
     """Moves messages between the frontends and the scheduler, and keeps the step pipeline going.
 
-    ``ready`` is the status that frontends get, completed by the statistics of the moment. ``pulse`` beats while the
-    runner computes in this thread: frontends hear that a long step gets on.
+    While the runner computes in this thread ``built.pulse`` beats, so that frontends hear that a long step gets on.
     """
 
-    def __init__(
-        self,
-        frontends: Frontends,
-        scheduler: Scheduler,
-        runner: Runner,
-        grammars: ConstraintSource,
-        watch: EngineWatch,
-        *,
-        overlap: bool,
-        ready: messages.EngineStatus,
-        pulse: Pulse,
-    ) -> None:
+    def __init__(self, frontends: Frontends, scheduler: Scheduler, built: BuiltEngine) -> None:
         self._frontends = frontends
         self._scheduler = scheduler
-        self._intake = Intake(scheduler, grammars)
-        self._pipeline = StepPipeline(scheduler, runner, overlap=overlap, on_plan=watch.planned)
-        self._watch = watch
-        self._ready = ready
+        self._built = built
+        self._intake = Intake(scheduler, built.grammars)
+        self._watch = EngineWatch(scheduler, built.cache)
+        self._pipeline = StepPipeline(scheduler, built.runner, overlap=built.overlap, on_plan=self._watch.planned)
         self._next_heartbeat = 0.0
         self._last_told = 0.0
-        pulse.listen(self._beat)
+        built.pulse.listen(self._beat)
         self._checked = False  # integrity, since the last step
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -123,4 +109,7 @@ class EngineLoop:
     def _status(self) -> messages.EngineStatus:
         stats = self._scheduler.stats()
         stats.waiting += self._intake.num_compiling
-        return msgspec.structs.replace(self._ready, stats=stats)
+        limits, description = self._built.limits, self._built.description
+        return messages.EngineStatus(
+            os.getpid(), "ready", description, 1.0, limits.max_model_len, limits.vocab_size, stats
+        )

@@ -19,7 +19,6 @@ from radixserve.engine.loading import answering, explained_lack_of_memory, shown
 from radixserve.engine.logs import announce, log_to_stderr
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import EngineStatus
-from radixserve.engine.watch import EngineWatch
 
 # Threads of CPU kernels meet some hundred times a step. When a frontend or anybody else takes a core, one that spins
 # at a barrier burns the time slice of the thread it waits for; one that sleeps is woken at once. Measured with both
@@ -57,17 +56,10 @@ def serve(config: ServeConfig, address: str, build: Build) -> int:
         return lifeline.EXIT_HOPELESS
     ready_lines = _ready_lines(built.description, os.environ.get(lifeline.URL_VARIABLE), has_page=config.page != "off")
     announce(config.log_format, "\n  ".join(ready_lines))
-    max_model_len, vocab_size = built.limits.max_model_len, built.limits.vocab_size
-    ready = EngineStatus(
-        os.getpid(), "ready", built.description, 1.0, max_model_len=max_model_len, vocab_size=vocab_size
-    )
     # The model's objects stay for good: leave them out of every later garbage collection.
     gc.collect()
     gc.freeze()
-    watch = EngineWatch(scheduler, built.cache)
-    EngineLoop(
-        frontends, scheduler, built.runner, built.grammars, watch, overlap=built.overlap, ready=ready, pulse=built.pulse
-    ).run()
+    EngineLoop(frontends, scheduler, built).run()
     return 0
 
 

@@ -16,6 +16,7 @@ import zmq
 
 from radixserve.configs.schema import SchedulerOptions
 from radixserve.engine import frontends as frontends_module
+from radixserve.engine.built import BuiltEngine
 from radixserve.engine.frontends import Frontends
 from radixserve.engine.loop import EngineLoop
 from radixserve.engine.messages import (
@@ -39,6 +40,7 @@ from radixserve.engine.messages import (
 )
 from radixserve.engine.observation import LEASE_S
 from radixserve.engine.sampling_params import SamplingParams
+from radixserve.engine.scheduler import SchedulerLimits
 from radixserve.engine.step import PendingStep, Pulse, StepPlan
 from radixserve.engine.watch import EngineWatch
 from radixserve.tests.engine.fakes import FakeGrammars, Harness, expected_output
@@ -100,14 +102,13 @@ class Engine:
         self.address = address
         self.harness = Harness(**harness_options)  # type: ignore[arg-type]
         self.frontends = Frontends(address)
-        ready = EngineStatus(os.getpid(), "ready", max_model_len=512, vocab_size=50)
         self.grammars = FakeGrammars()
-        scheduler, runner = self.harness.scheduler, self.harness.runner
-        watch = EngineWatch(scheduler, self.harness.cache)
         self.pulse = Pulse()
-        self.loop = EngineLoop(
-            self.frontends, scheduler, runner, self.grammars, watch, overlap=True, ready=ready, pulse=self.pulse
+        limits = SchedulerLimits(max_model_len=512, vocab_size=50, step_tokens=64)
+        built = BuiltEngine(
+            self.harness.runner, self.harness.cache, self.grammars, limits, True, False, "a fake", self.pulse
         )
+        self.loop = EngineLoop(self.frontends, self.harness.scheduler, built)
         self.stopping = threading.Event()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
