@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,27 +42,32 @@ class CallReader:
 
     def json_body(self) -> Reading[None]:
         reader = self.reader
-        char = yield from reader.after_space()
-        in_list = char == "["
-        if in_list:
-            char = yield from reader.after_space()
-        while True:
-            if char != "{":
-                raise Malformed
-            yield from self._json_call()
-            char = yield from reader.after_space()
-            if char not in (",", ";"):
-                break
-            char = yield from reader.after_space()
-        if in_list and char == "]":
-            reader.mark()
-        elif in_list:
+        first = yield from reader.after_space()
+        if first == "[":
+            yield from self._list_of(self._json_call, ",", ";")
+            return
+        reader.give_back(first)
+        behind = yield from self._several(self._json_call, ",", ";")
+        reader.give_back(behind)
+
+    def _list_of(self, one: Callable[[], Reading[None]], *separators: str) -> Reading[None]:
+        """The rest of a list whose bracket was read."""
+        if (yield from self._several(one, *separators)) != "]":
             raise Malformed
-        else:
-            reader.give_back(char)
+        self.reader.mark()
+
+    def _several(self, one: Callable[[], Reading[None]], *separators: str) -> Reading[str]:
+        """Some with separators between them; returns the character behind the last one."""
+        while True:
+            yield from one()
+            char = yield from self.reader.after_space()
+            if char not in separators:
+                return char
 
     def _json_call(self) -> Reading[None]:
-        """One call, whose brace was read. Arguments are passed on as they come, once the name is known."""
+        """One call. Arguments are passed on as they come, once the name is known."""
+        if (yield from self.reader.after_space()) != "{":
+            raise Malformed
         name, early, started = "", "", False
         while True:
             key = yield from self._key()
@@ -171,26 +176,20 @@ class CallReader:
     # ---- [name(key=value, ...), ...] (Llama 3.2, Llama 4) ----
 
     def pythonic_body(self) -> Reading[None]:
-        reader = self.reader
-        char = yield from reader.after_space()
-        if char != "[":
+        if (yield from self.reader.after_space()) != "[":
             raise Malformed
-        while True:
-            name = yield from reader.word()
-            if (yield from reader.after_space()) != "(":
-                raise Malformed
-            written: list[str] = []
-            yield from reader.nested("(", written.append, quotes="'\"")
-            arguments = _keywords("".join(written))
-            self.start(name)
-            self.deltas.arguments(arguments)
-            self.end()
-            char = yield from reader.after_space()
-            if char == "]":
-                break
-            if char != ",":
-                raise Malformed
-        reader.mark()
+        yield from self._list_of(self._python_call, ",")
+
+    def _python_call(self) -> Reading[None]:
+        name = yield from self.reader.word()
+        if (yield from self.reader.after_space()) != "(":
+            raise Malformed
+        written: list[str] = []
+        yield from self.reader.nested("(", written.append, quotes="'\"")
+        arguments = _keywords("".join(written))
+        self.start(name)
+        self.deltas.arguments(arguments)
+        self.end()
 
 
 def _drop(_: str) -> None:

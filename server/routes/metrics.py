@@ -10,7 +10,7 @@ from itertools import accumulate
 from fastapi import APIRouter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -97,6 +97,5 @@ async def metrics(request: Request) -> Response:
     """Prometheus' text format, never OpenMetrics: in that the client library replaces the colon of our names."""
     frontend = frontend_of(request)
     status = await frontend.client.fresh_status()
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Snapshot(status, frontend.worker_numbers.sum_of_all(), frontend.model_names[0]))
-    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+    snapshot = Snapshot(status, frontend.worker_numbers.sum_of_all(), frontend.model_names[0])
+    return Response(generate_latest(snapshot), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
