@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import Q4_K, dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -75,7 +75,8 @@ def gguf_tensors(gguf: GGUFFile, spec: ModelSpec) -> Iterator[StoredTensor]:
         rows = partial(_rows, gguf.raw(tensor.name), tensor, _half_rotation_order(tensor, spec))
         pack = partial(_pack, rows, tensor) if tensor.quantization in _EXACT else None
         copy = partial(_copy, rows, tensor)
-        yield StoredTensor(name, tensor.shape, tensor.num_bytes, copy, _packed_kind(tensor), pack)
+        kind = _EXACT.get(tensor.quantization, WeightKind.BF16 if tensor.quantization in _FLOATS else WeightKind.Q8)
+        yield StoredTensor(name, tensor.shape, tensor.num_bytes, copy, kind, pack)
 
 
 def _checkpoint_name(name: str, block_names: Mapping[str, str]) -> str:
@@ -100,12 +101,6 @@ def _copy(read: _ReadRows, tensor: GGUFTensor, place: Tensor, index: Index) -> N
             values = dequantize(rows[first : first + len(some)], tensor.quantization)[:, columns]
             some.copy_(torch.from_numpy(np.require(values, np.float32, ["C", "W"])))
             first += len(some)
-
-
-def _packed_kind(tensor: GGUFTensor) -> WeightKind:
-    if tensor.quantization in _FLOATS:
-        return WeightKind.BF16
-    return _EXACT.get(tensor.quantization, WeightKind.Q8)
 
 
 def _pack(read: _ReadRows, tensor: GGUFTensor, place: Tensor) -> None:
@@ -137,12 +132,12 @@ def _pack_q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Blocks of 256: d, dmin, eight 6-bit scales and minima in 12 bytes, nibbles; w = d scale q - dmin minimum. The
     products of two rounded factors are rounded to fp16 once more, by 2 ** -12 at most."""
     d, dmin = (_fp16(blocks, at).astype(np.float32)[..., None] for at in (0, 2))
-    low, middle, high = (blocks[..., at : at + 4] for at in (4, 8, 12))
-    six, four = np.uint8(63), np.uint8(15)
-    scales = np.concatenate((low & six, (high & four) | ((low >> np.uint8(6)) << np.uint8(4))), -1)
-    minima = np.concatenate((middle & six, (high >> np.uint8(4)) | ((middle >> np.uint8(6)) << np.uint8(4))), -1)
+    found = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
+    scales, minima = (each.reshape(*blocks.shape[:2], 8) for each in found)
     nibbles = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
-    q = np.concatenate((nibbles & four, nibbles >> np.uint8(4)), -2)  # each 32 bytes hold two runs of 32 columns
+    q = np.concatenate(
+        (nibbles & np.uint8(15), nibbles >> np.uint8(4)), -2
+    )  # each 32 bytes hold two runs of 32 columns
     rows, count = len(blocks), blocks.shape[1] * 8
     return pack_q4(
         q.reshape(rows, count, 32),
