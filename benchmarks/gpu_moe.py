@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,12 +138,10 @@ def run_engine(tiny: bool, quantization: str, run: Callable[[list[str]], object]
 
 def short(tiles: Any) -> str:
     """Of both products rows x columns x depth x stages x warps."""
-    parts = ["/".join("x".join(map(str, tile)) for tile in (tiles.gate_up, tiles.down))]
-    return (
-        "by pair"
-        if tiles.by_pair
-        else " ".join([*parts, *["sorted"] * tiles.sorts, *["scaled"] * tiles.scaled, f"group {tiles.group}"])
-    )
+    if tiles is None:
+        return "pair by pair"
+    products = "/".join("x".join(map(str, tile)) for tile in (tiles.gate_up, tiles.down))
+    return " ".join([products, *["scaled"] * tiles.scaled, f"group {tiles.group}"])
 
 
 class LayerCase:
@@ -199,24 +196,20 @@ class LayerCase:
         per_token, normalized, count = self.experts.per_token, self.experts.normalized, self.experts.count
         bits = 16 if self.form is None else self.form.bits
 
-        def with_tiles(tiles: triton_experts.Tiles, x: Tensor, gate_up: Stack, down: Stack) -> Tensor:
+        def with_tiles(tiles: triton_experts.Tiles | None, x: Tensor, gate_up: Stack, down: Stack) -> Tensor:
             scores = torch.mm(x, self.router.t(), out_dtype=torch.float32)
             routing = triton_experts.route(scores, slots, per_token, normalized, tiles)
             return triton_experts.experts(x, gate_up, down, routing, tiles)
 
-        def tiles_for(tokens: int, has_scaled: bool = True) -> triton_experts.Tiles:
+        def tiles_for(tokens: int, has_scaled: bool = True) -> triton_experts.Tiles | None:
             shared_bytes = torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor
             return triton_experts.choose_tiles(tokens, per_token, count, shared_bytes, bits, has_scaled=has_scaled)
 
-        chosen, others = tiles_for(num_tokens), [*map(tiles_for, (1, 8, 17, 256, 1024, 16384)), tiles_for(8, False)]
+        chosen, others = tiles_for(num_tokens), [*map(tiles_for, (1, 16, 64, 256, 1024, 16384)), tiles_for(64, False)]
         if num_tokens in MORE_AT:
             tiles = [tuple(triton_experts.Tile(*sizes) for sizes in pair) for pair in MORE[bits]]
             others += [triton_experts.Tiles(*pair, group=group) for pair in tiles for group in (1, 4)]
-        fitting = {
-            tiles for tiles in others if tiles.sorts or num_tokens <= (16 if tiles.by_pair else tiles.gate_up.rows)
-        }
-        if not chosen.sorts and not chosen.by_pair:
-            fitting.add(replace(chosen, sorts=True))
+        fitting = {tiles for tiles in others if tiles is not None or num_tokens <= 16}
         named = {short(tiles): partial(with_tiles, tiles) for tiles in fitting - {chosen}}
         return {f"chosen {short(chosen)}": partial(with_tiles, chosen), **named}
 

@@ -138,7 +138,7 @@ class CudaOps(TorchOps):
             return self._fused_linear(hidden, weight, out=out)
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
 
-    def _tiles(self, x: Tensor, per_token: int, num_experts: int, bits: int) -> triton_experts.Tiles:
+    def _tiles(self, x: Tensor, per_token: int, num_experts: int, bits: int) -> triton_experts.Tiles | None:
         """``bits``: of a weight."""
         shared_bytes = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
         return triton_experts.choose_tiles(

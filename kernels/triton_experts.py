@@ -3,10 +3,9 @@
 Nothing here asks the device for a number, and all shapes follow from the number of tokens, so a CUDA graph may hold it.
 A *pair* is a token with one of its experts. The pairs of an expert stand together, cut into blocks of some rows; a
 program multiplies a block with some of the expert's columns (the grouped product of MegaBlocks, Gale et al. 2022, and
-of vLLM). Up to ``_FEW_TOKENS`` tokens need no sorting: a block is an expert, and its rows are all tokens, of which
-those count that go there; so few tokens that hardly two go to the same expert are multiplied pair by pair instead
-(``triton_quantized_vector``). The answers of a token's experts are left apart, in the order of its choice, for the norm
-that follows to sum up; so results do not depend on timing.
+of vLLM). Up to ``_MOST_BY_PAIR`` tokens, hardly two of which go to the same expert, need no blocks: they are multiplied
+pair by pair (``triton_quantized_vector``). The answers of a token's experts are left apart, in the order of its choice,
+for the norm that follows to sum up; so results do not depend on timing.
 
 Quantized weights are widened on the way, which costs little where reading them is what takes the time. With more rows
 an expert, e4m3 weights meet rows that are rounded to e4m3 too, each with a scale of its own.
@@ -26,43 +25,34 @@ from radixserve.kernels.triton_linear import Tile
 from radixserve.kernels.triton_quantized_vector import vector_experts
 from radixserve.kernels.triton_scaled import round_tokens
 
-# Up to so many need no sorting. 16 could go without it, the rows of the smallest tensor-core product.
-_FEW_TOKENS = 8
-_MOST_BY_PAIR, _MOST_NARROW_BY_PAIR = 4, 8
+_MOST_BY_PAIR = 8
 _LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have
 _TABLE = 4096  # rows times experts that a program of the routing holds
-_LONGEST_PREFETCH = 8192  # of a row of weights, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Of both products; their rows are the same. ``group``: blocks of rows that walk together over the columns.
-    ``sorts``: tokens may be more than rows, so their pairs are sorted. ``scaled``: rows are rounded to e4m3.
-    ``by_pair``: there are no tiles, as each pair is multiplied by itself."""
+    ``scaled``: rows are rounded to e4m3."""
 
     gate_up: Tile
     down: Tile
     group: int = 1
-    sorts: bool = True
     scaled: bool = False
-    by_pair: bool = False
-
-
-_BY_PAIR = Tiles(Tile(1, 1, 1, 1, 4), Tile(1, 1, 1, 1, 4), sorts=False, by_pair=True)
 
 
 def choose_tiles(
     num_tokens: int, per_token: int, num_experts: int, shared_bytes: int, bits: int = 16, *, has_scaled: bool = False
-) -> Tiles:
-    """By the pairs of an expert, as measured on an H200 with the shape of Qwen3-30B-A3B. ``shared_bytes``: of a
-    multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the device multiplies e4m3."""
+) -> Tiles | None:
+    """By the pairs of an expert, as measured on an H200 with the shape of Qwen3-30B-A3B; None: pair by pair.
+    ``shared_bytes``: of a multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the device multiplies e4m3."""
     share = num_tokens * per_token / num_experts
-    if num_tokens <= (_MOST_BY_PAIR if bits == 16 else _MOST_NARROW_BY_PAIR):
-        return _BY_PAIR
+    if num_tokens <= _MOST_BY_PAIR:
+        return None
     if bits < 16:
         return _narrow_tiles(share, scaled=has_scaled and bits == 8)
-    if num_tokens <= _FEW_TOKENS:
-        return Tiles(Tile(16, 8, 512, 3, 2), Tile(16, 16, 256, 3, 2), sorts=False)
+    if 2 < share <= 8:
+        return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
     if share <= 128 or shared_bytes < _LARGE_TILE_BYTES:
         return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), group=8)
     return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8), group=8)
@@ -80,12 +70,11 @@ def _narrow_tiles(share: float, *, scaled: bool) -> Tiles:
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Where tokens go. ``weights`` fp32 and ``chosen`` int32, [T, k]; ``pairs`` and ``blocks`` as ``kernels.sort``
-    leaves them, None for few tokens."""
+    leaves them, None for a few tokens, which are multiplied pair by pair."""
 
     num_experts: int
     weights: Tensor
     chosen: Tensor
-    max_blocks: int
     pairs: Tensor | None = None
     blocks: Tensor | None = None
 
@@ -95,18 +84,17 @@ def route(
     slots: Tensor,  # int64 [T], below 0 for tokens of nobody, who go nowhere
     per_token: int,
     normalized: bool,
-    tiles: Tiles,
+    tiles: Tiles | None,
     pdl: bool = True,
 ) -> Routing:
-    """Softmax over the experts, the best ``per_token`` of each token, and its pairs in blocks."""
+    """Softmax over the experts, the best ``per_token`` of each token, and its pairs in blocks, if there are tiles."""
     num_tokens, num_experts = scores.shape
-    num_pairs, block_rows = num_tokens * per_token, tiles.gate_up.rows
-    width = triton.next_power_of_2(num_experts)
-    rows = max(1, min(32, _TABLE // width)) if tiles.sorts else 1
+    num_pairs, width = num_tokens * per_token, triton.next_power_of_2(num_experts)
+    rows = max(1, min(32, _TABLE // width)) if tiles else 1
     pieces = triton.cdiv(num_tokens, rows)
     weights = torch.empty(num_tokens, per_token, dtype=torch.float32, device=scores.device)
     chosen = torch.empty(num_tokens, per_token, dtype=torch.int32, device=scores.device)
-    counts = chosen.new_empty(pieces, width) if tiles.sorts else chosen
+    counts = chosen.new_empty(pieces, width) if tiles else chosen
     kernels.route[(pieces,)](
         scores,
         slots,
@@ -120,13 +108,14 @@ def route(
         TOP_WIDTH=triton.next_power_of_2(per_token),
         ROWS=rows,
         NORMALIZED=normalized,
-        COUNT=tiles.sorts,
+        COUNT=tiles is not None,
         PDL=pdl,
-        num_warps=8 if tiles.sorts else 1,
+        num_warps=8 if tiles else 1,
         launch_pdl=pdl,
     )
-    if not tiles.sorts:
-        return Routing(num_experts, weights, chosen, num_pairs)
+    if tiles is None:
+        return Routing(num_experts, weights, chosen)
+    block_rows = tiles.gate_up.rows
     used = min(num_pairs, num_experts)
     max_blocks = used + (num_pairs - used) // block_rows  # every expert may leave its last block partly empty
     pairs, blocks = chosen.new_empty(num_pairs), chosen.new_empty(3, max_blocks)
@@ -146,7 +135,7 @@ def route(
         num_warps=8,
         launch_pdl=pdl,
     )
-    return Routing(num_experts, weights, chosen, max_blocks, pairs, blocks)
+    return Routing(num_experts, weights, chosen, pairs, blocks)
 
 
 def experts(
@@ -154,17 +143,16 @@ def experts(
     gate_up: Stack,  # [E, 2 I, H]
     down: Stack,  # [E, H, I]
     routing: Routing,
-    tiles: Tiles,
+    tiles: Tiles | None,  # as of ``route``
     pdl: bool = True,
 ) -> Tensor:
     """Weighted answers [k, T, H], whose sum over k is the mixture's; those of tokens of nobody are anything."""
-    if tiles.by_pair:
-        places = (routing.num_experts, routing.chosen, routing.weights)
-        return vector_experts(
-            vector_experts(x, gate_up, *places, gated=True, pdl=pdl), down, *places, gated=False, pdl=pdl
-        )
     num_tokens, hidden = x.shape
     per_token, inner_size = routing.chosen.shape[1], down.shape[-1]
+    if tiles is None:
+        places = (routing.num_experts, routing.chosen, routing.weights)
+        inner = vector_experts(x, gate_up, *places, gated=True, pdl=pdl)
+        return vector_experts(inner, down, *places, gated=False, pdl=pdl)
     inner = x.new_empty(num_tokens * per_token, inner_size)
     _launch(x, gate_up, inner, routing, tiles, gated=True, pdl=pdl)
     answers = x.new_empty(per_token, num_tokens, hidden)
@@ -173,43 +161,37 @@ def experts(
 
 
 def _launch(x: Tensor, weight: Stack, out: Tensor, routing: Routing, tiles: Tiles, *, gated: bool, pdl: bool) -> None:
+    assert routing.pairs is not None and routing.blocks is not None
     (num_tokens, per_token), (tile, group) = routing.chosen.shape, (tiles.gate_up if gated else tiles.down, tiles.group)
-    inner, columns, few = x.shape[1], out.shape[-1], routing.pairs is None
+    inner, columns, max_blocks = x.shape[1], out.shape[-1], routing.blocks.shape[1]
     matrix, stored = (weight, weight.values) if isinstance(weight, QuantizedMatrix) else (None, weight)
     depth = _depth(tile, inner, matrix)
     x, x_scales = round_tokens(x, None, pdl) if tiles.scaled else (x, routing.weights)
     scales = routing.weights if matrix is None else matrix.scales
-    row_bytes = inner * stored.itemsize if matrix is None else inner * matrix.form.bits // 8
-    grid = triton.cdiv(routing.max_blocks, group) * group * triton.cdiv(columns, tile.columns)
-    kernels.multiply[(grid,)](
+    kernels.multiply[(triton.cdiv(max_blocks, group) * group * triton.cdiv(columns, tile.columns),)](
         x,
         x_scales,
         stored,
         scales,
         scales if matrix is None or matrix.zeros is None else matrix.zeros,
         routing.weights,
-        routing.chosen,
-        routing.chosen if routing.pairs is None else routing.pairs,
-        routing.chosen if routing.blocks is None else routing.blocks,
+        routing.pairs,
+        routing.blocks,
         out,
         num_tokens,
-        routing.max_blocks,
+        max_blocks,
         columns,
         inner,
-        EXPERTS=routing.num_experts,
         TOP=per_token,
-        TOP_WIDTH=triton.next_power_of_2(per_token),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=depth,
         STAGES=tile.stages,
         GROUP=group,
-        LINES=triton.next_power_of_2(triton.cdiv(row_bytes, 128)) if few and row_bytes <= _LONGEST_PREFETCH else 0,
         BITS=16 if matrix is None else matrix.form.bits,
         GROUPED=matrix is not None and matrix.form.group is not None,
         HALF=UNIT // 2,
         X_SCALED=tiles.scaled,
-        FEW=few,
         GATED=gated,
         WHOLE=inner % depth == 0,
         PDL=pdl,

@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from radixserve.kernels.triton_linear import prefetch_l2
-
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route(
@@ -126,32 +124,9 @@ def sort(
 
 
 @triton.jit
-def _block_of_few(
-    chosen_ptr,
-    block,
-    num_tokens,
-    EXPERTS: tl.constexpr,
-    TOP: tl.constexpr,
-    TOP_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Block p is the expert of pair p, if no pair before it has the same; row t is token t. Returns the expert, whether
-    there is such a block, the pair of each row, and which rows have one."""
-    token = tl.arange(0, ROWS)
-    rank = tl.arange(0, TOP_WIDTH)
-    pair = token[:, None] * TOP + rank[None, :]
-    inside = (token < num_tokens)[:, None] & (rank < TOP)[None, :]
-    expert = tl.load(chosen_ptr + block, cache_modifier=".cg")
-    chosen = tl.load(chosen_ptr + pair, mask=inside, other=EXPERTS, cache_modifier=".cg")
-    match = inside & (chosen == expert)
-    first = tl.min(tl.min(tl.where(match, pair, num_tokens * TOP), 1), 0)
-    live = tl.max(match.to(tl.int32), 1) > 0
-    return expert, (first == block) & (expert < EXPERTS), tl.sum(tl.where(match, pair, 0), 1), live
-
-
-@triton.jit
 def _sorted_block(pairs_ptr, blocks_ptr, block, max_blocks, ROWS: tl.constexpr):
-    """As ``_block_of_few``, as ``sort`` has described it."""
+    """A block as ``sort`` has described it: the expert, whether there is one, the pair of each row, and which rows
+    have one."""
     expert = tl.load(blocks_ptr + block, cache_modifier=".cg")
     first = tl.load(blocks_ptr + max_blocks + block, cache_modifier=".cg")
     rows = tl.load(blocks_ptr + 2 * max_blocks + block, cache_modifier=".cg")
@@ -245,14 +220,6 @@ def _scaled_part(x, high, weight_ptrs, scale_ptrs, zero_ptrs, BITS: tl.constexpr
     return part * tl.load(scale_ptrs)[None, :] if GROUPED else part
 
 
-@triton.jit
-def _prefetch(row_ptrs, width, exists, LINES: tl.constexpr, LINE: tl.constexpr):
-    """Ask the L2 cache for rows of ``width`` elements, LINE of which are 128 bytes, if they exist."""
-    line = tl.minimum(tl.arange(0, LINES), (width - 1) // LINE)
-    if exists:
-        prefetch_l2((row_ptrs[:, None] + line[None, :] * LINE).to(tl.int64))
-
-
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks"])
 def multiply(
     x_ptr,  # [T, K] if GATED, else [T * TOP, K]
@@ -261,7 +228,6 @@ def multiply(
     weight_scale_ptr,  # fp32 [EXPERTS, rows, groups], if BITS < 16
     weight_zero_ptr,  # int8, as the scales, if BITS == 4
     scales_ptr,  # fp32 [T, TOP]: what results are multiplied by, unless GATED
-    chosen_ptr,  # int32 [T, TOP], read if FEW
     pairs_ptr,  # of sort
     blocks_ptr,
     out_ptr,  # [T * TOP, N] if GATED, else [TOP, T, N]
@@ -269,20 +235,16 @@ def multiply(
     max_blocks,
     N,
     K,  # not a constant, or the loop would be unrolled
-    EXPERTS: tl.constexpr,
     TOP: tl.constexpr,
-    TOP_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,  # blocks that walk together over the columns, so that they find x and weights in the L2 cache
-    LINES: tl.constexpr,  # a power of two >= the 128-byte lines of a row of weights, to be prefetched; 0: none are
     BITS: tl.constexpr,  # of a weight: 8 (e4m3) or 4; 16: not quantized
     GROUPED: tl.constexpr,  # DEPTH columns of quantized weights share a scale; else a whole row does
     HALF: tl.constexpr,  # columns of 4 bits that lie beside each other
     X_SCALED: tl.constexpr,  # x is e4m3
-    FEW: tl.constexpr,
     GATED: tl.constexpr,
     WHOLE: tl.constexpr,  # K is a multiple of DEPTH
     PDL: tl.constexpr,
@@ -299,23 +261,18 @@ def multiply(
     safe_n = tl.minimum(n, N - 1)
     if PDL:
         # The gated product is the first: it waits for the routing before it lets the second one start, which therefore
-        # may read the routing, and ask for its weights, at once.
+        # may read the routing at once.
         if GATED:
             gdc_wait()
         gdc_launch_dependents()
     block_there = block < max_blocks
     block = tl.minimum(block, max_blocks - 1)
-    if FEW:
-        expert, exists, pair, live = _block_of_few(chosen_ptr, block, num_tokens, EXPERTS, TOP, TOP_WIDTH, ROWS)
-    else:
-        expert, exists, pair, live = _sorted_block(pairs_ptr, blocks_ptr, block, max_blocks, ROWS)
+    expert, exists, pair, live = _sorted_block(pairs_ptr, blocks_ptr, block, max_blocks, ROWS)
     exists = exists & block_there
     rows_of_expert = N * 2 if GATED else N
     first_row = expert.to(tl.int64) * rows_of_expert
     expert_ptr = weight_ptr + first_row * width
     if PDL and not GATED:
-        if LINES > 0:
-            _prefetch(expert_ptr + safe_n * width, width, exists, LINES, 64 if BITS == 16 else 128)
         gdc_wait()
     if exists:
         x_row = pair // TOP if GATED else pair

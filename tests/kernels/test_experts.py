@@ -176,7 +176,8 @@ def test_with_many_rows_an_expert_they_are_rounded_to_e4m3_too(form: Form) -> No
     mixture, x = Mixture(2, 256, 128, favourite=1), randn(75, 256)
     stacks, slots = mixture.quantized(form), torch.arange(75, device=DEVICE)
     tiles = choose_tiles(75, 1, 2, SHARED_BYTES, 8, has_scaled=True)
-    assert tiles.scaled and not choose_tiles(75, 1, 2, SHARED_BYTES, 4, has_scaled=True).scaled
+    narrower = choose_tiles(75, 1, 2, SHARED_BYTES, 4, has_scaled=True)
+    assert tiles is not None and narrower is not None and tiles.scaled and not narrower.scaled
     gate, up = (rounded(x).float() @ mixture.gate_up[1].T).chunk(2, 1)
     inner = (torch.nn.functional.silu(gate) * up).to(DTYPE)
     expected = rounded(inner).float() @ mixture.down[1].T
