@@ -27,6 +27,7 @@ EXIT_OUT_OF_MEMORY = 4
 _COMMAND = (sys.executable, "-P", "-m", "radixserve.engine.trial_process")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}  # of numpy, which is not asked for products
 _MAX_FAULTS = 64
+_SIMPLER = "make the schema or grammar simpler"
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
@@ -75,12 +76,12 @@ class GrammarTrials:
             try:
                 outcome = process.try_to_compile(grammar, self._timeout_s)
             except TimeoutError as error:  # the machine's fault, perhaps
-                raise _refusal(f"takes more than {self._timeout_s:g} s to compile") from error
+                raise _refusal(f"takes more than {self._timeout_s:g} s to compile: {_SIMPLER}") from error
             if isinstance(outcome, str):
                 self._idle.append(process)
                 return outcome
             if fault := self._fault(outcome):
-                return fault
+                return f"{fault}: {_SIMPLER}"
         raise RadixServeError(
             f"the process that tries grammars ended with exit status {outcome}, twice: try again later"
         )
@@ -127,7 +128,7 @@ class _TrialProcess:
 
 
 def _refusal(fault: str) -> InvalidRequest:
-    return InvalidRequest(f"{fault}: make the schema or grammar simpler", param="grammar", code=TOO_COMPLEX)
+    return InvalidRequest(fault, param="grammar", code=TOO_COMPLEX)
 
 
 def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:

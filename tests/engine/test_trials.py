@@ -69,7 +69,7 @@ def test_grammars_without_an_end_are_refused_once_tried_and_the_next_ones_are_tr
 
 def test_masks_that_are_slow_are_found_before_the_engine_makes_any() -> None:
     vocabulary = [b"", *(bytes([ord("a") + i % 26]) * (i % 200 + 1) for i in range(1000))]
-    with pytest.raises(InvalidRequest, match="takes too long at each token"):
+    with pytest.raises(InvalidRequest, match="takes too long at each token: .* repetitions$"):
         GrammarTrials(TrialSetup(vocabulary, [0])).check(structural_tag(regex(r"(\w+ ?){0,100}")))
 
 
