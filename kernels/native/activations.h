@@ -65,13 +65,19 @@ struct Scratch {
   }
 };
 
+// 1 / rms(x)
+float norm_factor(const float* x, float eps, int64_t n) {
+  constexpr int64_t kChains = 4;
+  Floats squares[kChains] = {};
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= n; i += kChains * kLanes)
+    for (int64_t c = 0; c < kChains; c++) squares[c] += load<Floats>(x + i + c * kLanes) * load<Floats>(x + i + c * kLanes);
+  for (; i < n; i += kLanes) squares[0] += load<Floats>(x + i) * load<Floats>(x + i);
+  return 1.0f / std::sqrt(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)n + eps);
+}
+
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
-  Floats squares{};
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Floats v = load<Floats>(x + i);
-    squares += v * v;
-  }
-  const float factor = 1.0f / std::sqrt(sum(squares) / (float)n + eps);
+  const float factor = norm_factor(x, eps, n);
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, load<Floats>(x + i) * factor * load<Floats>(weight + i));
 }
 
@@ -107,9 +113,16 @@ void quantize(const float* x, int64_t token, const Activations& a) {
   }
 }
 
-void widen(const float* x, int64_t token, const Activations& a) {
-  for (int64_t i = 0; i < a.blocks * kBlock; i += kLanes)
-    store(a.wide + a.at(token, i / kBlock) * kBlock + i % kBlock, to_bf16(load<Floats>(x + i)));
+// norm: weights of the norm that comes before, or null.
+void widen(const float* x, const float* norm, float eps, int64_t token, const Activations& a) {
+  const float factor = norm ? norm_factor(x, eps, a.blocks * kBlock) : 1.0f;
+  const int64_t apart = a.at(token, 1) - a.at(token, 0);
+  uint16_t* to = a.wide + a.at(token, 0) * kBlock;
+  for (int64_t b = 0; b < a.blocks; b++, x += kBlock, to += apart * kBlock)
+    for (int64_t i = 0; i < kBlock; i += kLanes) {
+      const Floats v = load<Floats>(x + i);
+      store(to + i, to_bf16(norm ? v * factor * load<Floats>(norm + b * kBlock + i) : v));
+    }
 }
 
 }  // namespace

@@ -78,12 +78,13 @@ class Walker {
 
   void prepare(const Op& op, int64_t token, bool as_bf16, const Activations& a) {
     const float* x = op.in + token * op.cols;
+    if (as_bf16) return widen(x, op.norm, op.eps, token, a);
     if (op.norm) {
       float* normed = own_.row.at_least(op.cols);
       rms_norm(x, op.norm, op.eps, op.cols, normed);
       x = normed;
     }
-    as_bf16 ? widen(x, token, a) : quantize(x, token, a);
+    quantize(x, token, a);
   }
 
   void linear(const Op& op, bool has_input, Phase& preparing, Phase& phase);
