@@ -79,11 +79,16 @@ class StoredTensor:
         elif self.pack_to is not None and kind_of(place, self.shape[1]) == self.kind:
             self.pack_to(place)
         else:
-            store_packed(self.copy_to if self.reads_parts else self._parts_of_all(), place, self.shape[1])
+            store_packed(self._part_reader(), place, self.shape[1])
 
-    def _parts_of_all(self) -> Callable[[Tensor, Index], object]:
-        values = torch.empty(self.shape)
-        self.copy_to(values, ())
+    def _part_reader(self) -> Callable[[Tensor, Index], object]:
+        """``copy_to`` for all parts of a matrix, one after the other."""
+        if self.read is not None:
+            values = self.read()
+        elif self.reads_parts:
+            return self.copy_to
+        else:
+            self.copy_to(values := torch.empty(self.shape), ())
         return lambda part, index: part.copy_(values[index])
 
     def _load_quantized(self, place: QuantizedMatrix) -> None:
