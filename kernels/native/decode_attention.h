@@ -53,23 +53,31 @@ inline void from_pair(const uint16_t*, Floats& a, Floats& b) {
   b = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// A query of some key-value heads and of the heads that share each of them, its rows. It sees tokens first_seen .. kv_len - 1,
-// 16 of them at a time and of those all heads, since these lie together. What tokens before have given may be added.
+// The query of a sequence that decodes, of so many key-value heads from this one, and the tokens first_seen .. kv_len - 1.
+struct Decode {
+  int64_t sequence, head, heads, first_seen, kv_len;
+};
+
+// The heads that share each of a decode's key-value heads, its rows. They see 16 tokens at a time, and of those all heads,
+// since these lie together. What tokens before have given may be added.
 template <class Cache>
 class Query {
  public:
   // Floats of memory that it works in.
-  static size_t room(const Op& op, int64_t heads, int64_t kv_len) {
-    return heads * (op.q_heads / op.kv_heads) * (kv_len + kLanes + 2 * op.head_dim);
+  static size_t room(const Op& op, const Decode& decode) {
+    return decode.heads * (op.q_heads / op.kv_heads) * (decode.kv_len + kLanes + 2 * op.head_dim);
   }
 
-  // places: room for the tokens seen, rounded up to 16. before: of the first_seen tokens, PrefixSums of the rows, or null.
-  Query(const Op& op, const Step& step, int64_t sequence, int64_t head, int64_t heads, int64_t first_seen, int64_t kv_len,
-        const float* before, float* room, int64_t* places)
-      : op_(op), first_seen_(first_seen), seen_(kv_len - first_seen_), before_(before),
-        padded_((seen_ + kLanes - 1) / kLanes * kLanes), group_(op.q_heads / op.kv_heads), rows_(heads * group_),
-        dim_(op.head_dim), queries_(room), sums_(queries_ + rows_ * dim_), scores_(sums_ + rows_ * dim_), places_(places) {
-    Places walk(op, step, sequence, head, first_seen_);
+  // next: whose keys come to the second cache meanwhile. places: room for the tokens seen, rounded up to 16. before: of the
+  // first_seen tokens, PrefixSums of the rows, or null.
+  Query(const Op& op, const Step& step, const Decode& decode, const Decode& next, const float* before, float* room,
+        int64_t* places)
+      : op_(op), seen_(decode.kv_len - decode.first_seen), before_(before), padded_((seen_ + kLanes - 1) / kLanes * kLanes),
+        group_(op.q_heads / op.kv_heads), rows_(decode.heads * group_), dim_(op.head_dim), queries_(room),
+        sums_(queries_ + rows_ * dim_), scores_(sums_ + rows_ * dim_),
+        next_(op, step, next.sequence, next.head, next.first_seen), next_tokens_(next.kv_len - next.first_seen),
+        places_(places) {
+    Places walk(op, step, decode.sequence, decode.head, decode.first_seen);
     for (int64_t t = 0; t < padded_; t++) places[t] = t < seen_ ? walk.next() : places[t - 1];
   }
 
@@ -84,10 +92,12 @@ class Query {
     }
     std::memset(sums_, 0, rows_ * dim_ * sizeof(float));
     for (int64_t row = 0; row < rows_; row++)
-      softmax(scores_ + row * padded_, before_ ? before_ + row * (dim_ + kLanes) : nullptr, sums_ + row * dim_, queries_ + row * dim_);
+      softmax(scores_ + row * padded_, before_ ? before_ + row * (dim_ + kLanes) : nullptr, sums_ + row * dim_,
+              queries_ + row * dim_);
     if (before_) each_pair(sums_, [](Floats& a, Floats& b) { to_pair((const Value*)nullptr, a, b); });
     for (int64_t first = 0; first < padded_; first += kLanes) {
       const Block block{op_.v_cache, first, op_.v_cache, std::min(first + kLanes, padded_ - kLanes)};
+      for (int64_t t = 0; t < kLanes && next_tokens_ > 0; t++, next_tokens_--) next_places_[t] = next_.next();
       each_group([&](auto rows, int64_t row, int64_t at) { add_values<rows.value>(row, at, block); });
     }
     each_pair(sums_, [](Floats& a, Floats& b) { from_pair((const Value*)nullptr, a, b); });
@@ -134,7 +144,10 @@ class Query {
   // processor can wait for.
   template <int kCache>
   void fetch(const void* cache, int64_t token, int64_t at, int64_t n) const {
-    const Value* place = (const Value*)cache + places_[token] + at;
+    fetch<kCache>((const Value*)cache + places_[token] + at, n);
+  }
+  template <int kCache>
+  static void fetch(const Value* place, int64_t n) {
     for (int64_t d = 0; d < n; d += 64 / (int64_t)sizeof(Value)) __builtin_prefetch(place + d, 0, 4 - kCache);
   }
 
@@ -209,6 +222,7 @@ class Query {
       for (int i = 0; i < kVectors; i++) acc[r][i] = load<Floats>(sums + r * dim_ + i * kLanes);
     for (int64_t t = 0; t < kLanes; t++) {
       fetch<1>(block.next_cache, block.next_first + t, at + d, kVectors * kLanes);
+      fetch<2>((const Value*)op_.k_cache + next_places_[t] + at + d, kVectors * kLanes);  // memory would idle else
       const Value* values = (const Value*)block.cache + places_[block.first + t] + at + d;
       Floats part[kVectors];
       if constexpr (kVectors == 1)
@@ -225,11 +239,13 @@ class Query {
   }
 
   const Op& op_;
-  const int64_t first_seen_, seen_;
+  const int64_t seen_;
   const float* const before_;
   const int64_t padded_, group_, rows_, dim_;
   float *const queries_, *const sums_;  // [rows][dim], 32 values as get_pair has them
   float* const scores_;                 // [rows][padded]
+  Places next_;
+  int64_t next_tokens_, next_places_[kLanes] = {};
   const int64_t* const places_;         // [padded] of keys and values; those after the last token repeat it, with weight 0
 };
 

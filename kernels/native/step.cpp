@@ -94,7 +94,7 @@ class Walker {
   template <class Cache, class To>
   void attend_block(const Op& op, const Queries& queries, int64_t head, const To& to);
   template <class Cache>
-  void attend_one(const Op& op, const Results& to, const PrefixSums& prefixes, int64_t s, int64_t head, int64_t heads);
+  void attend_one(const Op& op, const Results& to, const PrefixSums& prefixes, const Decode& decode, const Decode& next);
   void embed(const Op& op, int64_t token);
 
   const Step& step_;
@@ -164,7 +164,8 @@ void Walker::attend_cached(const Op& op, Phase& of_prefixes, Phase& phase) {
     if (queries > 1) chunks += queries;
   }
   const int64_t per_block = QueryBlock<Cache>::queries(op, chunks, threads_);
-  const int64_t heads = step_.sequences >= 4 * threads_ ? op.kv_heads : 1;
+  const bool are_many = step_.sequences >= 4 * threads_;
+  const int64_t heads = are_many ? op.kv_heads : 1;
   int64_t* ends = own_.ends.at_least(step_.sequences);
   for (int64_t s = 0; s < step_.sequences; s++) {
     const int64_t queries = step_.query_starts[s + 1] - step_.query_starts[s];
@@ -172,11 +173,20 @@ void Walker::attend_cached(const Op& op, Phase& of_prefixes, Phase& phase) {
     ends[s] = (s ? ends[s - 1] : 0) + pieces;
   }
   const Results to = results(op, (int64_t)op.q_heads * op.head_dim);
-  phase.share(ends[step_.sequences - 1], 1, pulse_, [&](int64_t task) {
+  const auto decode = [&](int64_t s, int64_t head) {
+    const int64_t kv_len = step_.kv_lens[s], prefix = prefixes.sums ? kv_len - step_.own_lens[s] : 0;
+    return Decode{s, head, heads, std::max(prefix, kv_len - op.window), kv_len};
+  };
+  const int64_t count = ends[step_.sequences - 1];
+  if (are_many && !chunks)  // each a decode
+    return phase.share_ahead(count, pulse_, [&](int64_t s, int64_t next) {
+      attend_one<Cache>(op, to, prefixes, decode(s, 0), next < count ? decode(next, 0) : Decode{s});
+    });
+  phase.share(count, 1, pulse_, [&](int64_t task) {
     const int64_t s = std::upper_bound(ends, ends + step_.sequences, task) - ends;
     const int64_t number = task - (s ? ends[s - 1] : 0), head = number % op.kv_heads;
     const int64_t first = step_.query_starts[s] + number / op.kv_heads * per_block, end = step_.query_starts[s + 1];
-    if (end - step_.query_starts[s] == 1) return attend_one<Cache>(op, to, prefixes, s, head, heads);
+    if (end - step_.query_starts[s] == 1) return attend_one<Cache>(op, to, prefixes, decode(s, head), Decode{s});
     attend_block<Cache>(op, {s, std::min(per_block, end - first), step_.kv_lens[s] - (end - first), first, nullptr}, head, to);
   });
 }
@@ -195,20 +205,18 @@ void Walker::attend_block(const Op& op, const Queries& queries, int64_t head, co
   attend(QueryBlock<Cache>(op, step_, queries, head, own_.row.at_least(QueryBlock<Cache>::room(op))));
 }
 
-// The only query of sequence s, of so many key-value heads from this one.
 template <class Cache>
-void Walker::attend_one(const Op& op, const Results& to, const PrefixSums& prefixes, int64_t s, int64_t head, int64_t heads) {
-  const int64_t token = step_.query_starts[s], kv_len = step_.kv_lens[s], group = op.q_heads / op.kv_heads * op.head_dim;
-  const float* queries = op.in + token * to.width + head * group;
-  float* attended = to.tiles ? own_.attended.at_least(heads * group) : op.out + token * to.width + head * group;
-  const bool has_prefix = prefixes.sums && step_.own_lens[s] < kv_len;
-  const int64_t first_seen = has_prefix ? kv_len - step_.own_lens[s] : std::max<int64_t>(0, kv_len - op.window);
-  const float* before = has_prefix ? prefixes.of(s, head * (op.q_heads / op.kv_heads)) : nullptr;
-  float* room = own_.row.at_least(Query<Cache>::room(op, heads, kv_len));
-  int64_t* places = own_.places.at_least(kv_len + kLanes);
-  Query<Cache>(op, step_, s, head, heads, first_seen, kv_len, before, room, places).attend(queries, attended);
+void Walker::attend_one(const Op& op, const Results& to, const PrefixSums& prefixes, const Decode& decode, const Decode& next) {
+  const int64_t s = decode.sequence, token = step_.query_starts[s], group = op.q_heads / op.kv_heads;
+  const int64_t column = decode.head * group * op.head_dim, width = decode.heads * group * op.head_dim;
+  float* attended = to.tiles ? own_.attended.at_least(width) : op.out + token * to.width + column;
+  const bool has_prefix = prefixes.sums && step_.own_lens[s] < decode.kv_len;
+  const float* before = has_prefix ? prefixes.of(s, decode.head * group) : nullptr;
+  float* room = own_.row.at_least(Query<Cache>::room(op, decode));
+  int64_t* places = own_.places.at_least(decode.kv_len + kLanes);
+  Query<Cache>(op, step_, decode, next, before, room, places).attend(op.in + token * to.width + column, attended);
   if (!to.tiles) return;
-  for (int64_t d = 0; d < heads * group; d += kLanes) to.put(token, head * group + d, load<Floats>(attended + d));
+  for (int64_t d = 0; d < width; d += kLanes) to.put(token, column + d, load<Floats>(attended + d));
 }
 
 void Walker::embed(const Op& op, int64_t token) {

@@ -63,7 +63,27 @@ struct alignas(64) Phase {
       done.fetch_add(after - first, std::memory_order_acq_rel);
       pulse.beat();
     }
-    // Waits spinning for some microseconds, the length of an uneven end; then it lets others have the core.
+    wait(count);
+  }
+
+  // One by one; work(i, next) also learns which item it gets after that, `count` or more if none. Only for small items: the
+  // last one may be left to a thread that has another one to do first.
+  template <class Work>
+  void share_ahead(int64_t count, Pulse& pulse, Work work) {
+    int64_t item = claimed.fetch_add(1, std::memory_order_relaxed);
+    while (item < count) {
+      const int64_t next = claimed.fetch_add(1, std::memory_order_relaxed);
+      work(item, next);
+      done.fetch_add(1, std::memory_order_acq_rel);
+      pulse.beat();
+      item = next;
+    }
+    wait(count);
+  }
+
+ private:
+  // Waits spinning for some microseconds, the length of an uneven end; then it lets others have the core.
+  void wait(int64_t count) const {
     for (int turns = 0; done.load(std::memory_order_acquire) < count; turns++) {
       if (turns > 4000) sched_yield();
 #if defined(__x86_64__)
