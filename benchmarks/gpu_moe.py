@@ -3,7 +3,7 @@
 ``engine``: W1 and W2, `radixserve bench offline` and `latency` with random weights. ``layer``: the experts of one layer
 for several numbers of tokens, the chosen tiles and the best three candidates, compared with plain torch; --out gets
 all. ``--quantization fp8``: engine with `--quantization fp8`, layer with e4m3 weights by row and by blocks of 128
-columns. ``--tiny`` tries all out on a CPU.
+rows and columns. ``--tiny`` tries all out on a CPU.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def run_layer(tiny: bool, quantization: str) -> list[Result]:
     spec = spec_from_config({**QWEN3_30B_A3B, **(TINY if tiny else {})})
     experts = spec.layers[0].experts
     assert experts is not None
-    forms = [Form(8, None), Form(8, 32 if tiny else 128)] if quantization == "fp8" else [None]
+    forms = [Form(8, None), Form(8, 32) if tiny else Form(8, 128, height=128)] if quantization == "fp8" else [None]
     results = []
     for form in forms:
         torch.manual_seed(0)

@@ -55,10 +55,8 @@ def scaled_candidates(tokens: int, form: Form) -> dict[str, Multiply]:
     ways: dict[str, Multiply] = {"scaled": partial(scaled_linear, bias=None, pdl=True)}
     if form.group is not None:
         ways |= {f"scaled {'x'.join(map(str, tile))}": partial(scaled, tile=tile) for tile in scaled_tiles(tokens)}
-    if 64 < tokens <= 512:
-        for tile in scaled_tiles(tokens)[1:4:2]:
-            for parts in (1, 2, 4):
-                ways[f"parts {'x'.join(map(str, tile))} in {parts}"] = partial(scaled, tile=tile, parts=parts)
+    if 16 <= tokens <= 512:
+        ways |= {f"parts {parts}": partial(scaled, parts=parts) for parts in (1, 2, 4, 8)}
     return ways
 
 
@@ -66,7 +64,7 @@ def narrow_tiles(tokens: int, form: Form) -> list[tuple[Tile, int | None]]:
     """Of rows of weights and columns of tokens, and how many parts of the inner dimension."""
     columns = min(64, max(16, 1 << (tokens - 1).bit_length()))
     few, many = Tile(64, columns, 128, 4, 4), Tile(128, columns, 128, 4, 4)
-    tiles: list[tuple[Tile, int | None]] = [(many if form.bits == 4 else few, parts) for parts in (1, 2, 4, 8)]
+    tiles: list[tuple[Tile, int | None]] = [(many if form.bits == 4 else few, parts) for parts in (2, 4, 8)]
     tiles += [(few if form.bits == 4 else many, None), (many._replace(stages=6 if columns < 64 else 3), None)]
     return tiles + [(many._replace(columns=32), None)] * (columns == 64)
 
@@ -74,15 +72,13 @@ def narrow_tiles(tokens: int, form: Form) -> list[tuple[Tile, int | None]]:
 def scaled_tiles(tokens: int) -> list[Tile]:
     """Of rows of tokens and columns of weights."""
     if tokens > 64:
-        return [
-            Tile(64, 128, 128, 3, 4), Tile(64, 128, 128, 4, 4), Tile(128, 128, 128, 3, 8), Tile(128, 128, 128, 4, 8),
-            Tile(128, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4),
-        ]  # fmt: skip
+        tiles = (64, 128, 128, 3, 4), (64, 128, 128, 4, 4), (128, 128, 128, 4, 8), (128, 64, 128, 4, 4)
+        return [Tile(*sizes) for sizes in tiles]
     columns = max(16, 1 << (tokens - 1).bit_length())
     return [Tile(columns, 64, 128, 6, 4), Tile(columns, 128, 128, 4, 8), Tile(columns, 128, 128, 4, 4)]
 
 
-def scaled(x: Tensor, matrix: QuantizedMatrix, tile: Tile, parts: int = 1) -> Tensor:
+def scaled(x: Tensor, matrix: QuantizedMatrix, tile: Tile | None = None, parts: int = 1) -> Tensor:
     narrow, scales = round_tokens(x, matrix.form.group, pdl=True)
     return multiply_scaled(narrow, scales, matrix, None, x.dtype, pdl=True, tile=tile, parts=parts)
 

@@ -1,6 +1,6 @@
 """Which matrices of a model are 8 or 4 bits wide, where the native CPU kernels do not pack them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -67,7 +67,7 @@ def quantize_model(model: nn.Module, form: Form) -> None:
     """Give all matrices of layers room for weights of ``form``, as far as its groups fit."""
     for path, linear in _projections(model):
         if _fits(form, linear.in_features):
-            model.set_submodule(path, QuantizedLinear(linear, _of_rows(form, linear)))
+            model.set_submodule(path, QuantizedLinear(linear, _of_rows(form, _rows(linear))))
     for path, experts in _experts(model):
         _quantize_experts(model, path, experts, form, form)
 
@@ -83,7 +83,7 @@ def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> 
         if form is None or not _fits(form, linear.in_features):
             continue
         if stored[names[0]].shape[1] == linear.in_features or not form.reordered:
-            model.set_submodule(path, QuantizedLinear(linear, _of_rows(form, linear)))
+            model.set_submodule(path, QuantizedLinear(linear, _of_rows(form, _rows(linear))))
     for path, experts in _experts(model):
         count = len(experts.down_proj)
         gate_up, down = (
@@ -107,8 +107,9 @@ def _quantize_experts(model: nn.Module, path: str, experts: Experts, gate_up: Fo
         if form.reordered or stack.shape[2] % UNIT or not _fits(form, stack.shape[2]):
             return
     if gate_up.bits == down.bits:
-        # Their kernels read the scales of each row, whatever the height of blocks.
-        model.set_submodule(path, QuantizedExperts(experts, *(replace(form, height=1) for form in (gate_up, down))))
+        _, hidden_size, inner_size = experts.down_proj.shape
+        forms = _of_rows(gate_up, [inner_size]), _of_rows(down, [hidden_size])
+        model.set_submodule(path, QuantizedExperts(experts, *forms))
 
 
 def _experts(model: nn.Module) -> list[tuple[str, Experts]]:
@@ -119,10 +120,13 @@ def _fits(form: Form, columns: int) -> bool:
     return columns % (form.group or 1) == 0
 
 
-def _of_rows(form: Form, linear: Linear) -> Form:
+def _of_rows(form: Form, rows: Iterable[int]) -> Form:
     """Blocks begin at multiples of their height, so all that is merged, and is a rank's, must be whole ones."""
-    rows = linear.parts.values() or [len(linear.weight)]
     return form if not any(count % form.height for count in rows) else replace(form, height=1)
+
+
+def _rows(linear: Linear) -> Iterable[int]:
+    return linear.parts.values() or [len(linear.weight)]
 
 
 def _projections(model: nn.Module) -> list[tuple[str, Linear]]:

@@ -190,6 +190,7 @@ def _launch(x: Tensor, weight: Stack, out: Tensor, routing: Routing, tiles: Tile
         GROUP=group,
         BITS=16 if matrix is None else matrix.form.bits,
         GROUPED=matrix is not None and matrix.form.group is not None,
+        BLOCKED=matrix is not None and matrix.form.height % tile.columns == 0,
         HALF=UNIT // 2,
         X_SCALED=tiles.scaled,
         GATED=gated,

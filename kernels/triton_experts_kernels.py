@@ -172,13 +172,14 @@ def _load(ptrs, inside, WHOLE: tl.constexpr):
 def _quantized_products(
     x_ptrs,  # [ROWS, lanes], the columns of the weights' lanes
     weight_ptrs,  # [COLUMNS, lanes]; GATED: of the gates, N rows before the others
-    scale_ptrs,  # fp32 [COLUMNS], as ``weight_ptrs``
+    scale_ptrs,  # fp32 [COLUMNS], as ``weight_ptrs``; BLOCKED: one, of all columns
     zero_ptrs,  # int8, as ``scale_ptrs``
     live,
     N,
     K,  # a multiple of DEPTH
     BITS: tl.constexpr,
     GROUPED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -191,24 +192,36 @@ def _quantized_products(
     groups = K // DEPTH if GROUPED else 1
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     gate_acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    rows = N if GATED else 0  # before those of ``acc``
+    scale = tl.load(scale_ptrs + rows * groups) if BLOCKED else 1.0
+    gate_scale = tl.load(scale_ptrs) if BLOCKED else 1.0
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
         x = tl.load(x_ptrs + start, mask=live[:, None], other=0.0)
         high = tl.load(x_ptrs + start + HALF, mask=live[:, None], other=0.0) if BITS == 4 else x
         at, group = start * BITS // 8, start // DEPTH
-        shift = N * width if GATED else 0
-        spot = group + (N * groups if GATED else 0)
-        acc += _scaled_part(x, high, weight_ptrs + shift + at, scale_ptrs + spot, zero_ptrs + spot, BITS, GROUPED)
+        spot = rows * groups + group
+        part = _part(x, high, weight_ptrs + rows * width + at, zero_ptrs + spot, BITS)
+        if BLOCKED:
+            acc += part * scale
+            scale = tl.load(scale_ptrs + tl.minimum(spot + 1, (rows + 1) * groups - 1))
+        else:
+            acc += part * tl.load(scale_ptrs + spot)[None, :] if GROUPED else part
         if GATED:
-            gate_acc += _scaled_part(x, high, weight_ptrs + at, scale_ptrs + group, zero_ptrs + group, BITS, GROUPED)
+            part = _part(x, high, weight_ptrs + at, zero_ptrs + group, BITS)
+            if BLOCKED:
+                gate_acc += part * gate_scale
+                gate_scale = tl.load(scale_ptrs + tl.minimum(group + 1, groups - 1))
+            else:
+                gate_acc += part * tl.load(scale_ptrs + group)[None, :] if GROUPED else part
     if not GROUPED:
-        acc *= tl.load(scale_ptrs + (N if GATED else 0))[None, :]
+        acc *= tl.load(scale_ptrs + rows)[None, :]
         if GATED:
             gate_acc *= tl.load(scale_ptrs)[None, :]
     return acc, gate_acc
 
 
 @triton.jit
-def _scaled_part(x, high, weight_ptrs, scale_ptrs, zero_ptrs, BITS: tl.constexpr, GROUPED: tl.constexpr):
+def _part(x, high, weight_ptrs, zero_ptrs, BITS: tl.constexpr):
     """The product of one group of columns (4 bits: the low ones with ``x``, the others with ``high``)."""
     weight = tl.load(weight_ptrs)
     if BITS == 8:
@@ -217,7 +230,7 @@ def _scaled_part(x, high, weight_ptrs, scale_ptrs, zero_ptrs, BITS: tl.constexpr
         zero = tl.load(zero_ptrs)[:, None]
         part = tl.dot(x, tl.trans(((weight & 15) - zero).to(x.dtype)))
         part = tl.dot(high, tl.trans((((weight >> 4) & 15) - zero).to(x.dtype)), part)
-    return part * tl.load(scale_ptrs)[None, :] if GROUPED else part
+    return part
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks"])
@@ -243,6 +256,7 @@ def multiply(
     GROUP: tl.constexpr,  # blocks that walk together over the columns, so that they find x and weights in the L2 cache
     BITS: tl.constexpr,  # of a weight: 8 (e4m3) or 4; 16: not quantized
     GROUPED: tl.constexpr,  # DEPTH columns of quantized weights share a scale; else a whole row does
+    BLOCKED: tl.constexpr,  # and so do the COLUMNS rows of a tile
     HALF: tl.constexpr,  # columns of 4 bits that lie beside each other
     X_SCALED: tl.constexpr,  # x is e4m3
     GATED: tl.constexpr,
@@ -254,7 +268,8 @@ def multiply(
     program = tl.program_id(0)
     within = program % (GROUP * column_tiles)
     block = program // (GROUP * column_tiles) * GROUP + within % GROUP
-    n = within // GROUP * COLUMNS + tl.arange(0, COLUMNS)
+    first_n = within // GROUP * COLUMNS
+    n = first_n + tl.arange(0, COLUMNS)
     width = K if BITS == 16 else K * BITS // 8  # elements of a row of weights
     lane = tl.arange(0, DEPTH if BITS == 16 else DEPTH * BITS // 8)
     k = lane // HALF * (2 * HALF) + lane % HALF if BITS == 4 else lane
@@ -281,10 +296,10 @@ def multiply(
         if BITS == 16:
             acc, gate = _products(x_ptrs, weight_ptrs, live, N, K, ROWS, COLUMNS, DEPTH, STAGES, GATED, WHOLE)
         else:
-            spot = (first_row + safe_n) * (K // DEPTH if GROUPED else 1)
+            spot = (first_row + (first_n if BLOCKED else safe_n)) * (K // DEPTH if GROUPED else 1)
             acc, gate = _quantized_products(
                 x_ptrs, weight_ptrs, weight_scale_ptr + spot, weight_zero_ptr + spot, live, N, K,
-                BITS, GROUPED, HALF, ROWS, COLUMNS, DEPTH, STAGES, GATED,
+                BITS, GROUPED, BLOCKED, HALF, ROWS, COLUMNS, DEPTH, STAGES, GATED,
             )  # fmt: skip
         if X_SCALED:
             x_scale = tl.load(x_scale_ptr + x_row, mask=live, other=0.0)[:, None]

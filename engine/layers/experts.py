@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
 class QuantizedExperts(nn.Module):
     """What stands in for ``Experts`` whose weights are 8 or 4 bits wide, the rows of all networks in one matrix each.
-    ``gate_up`` and ``down``: forms that differ in the size of their groups only."""
+    ``gate_up`` and ``down``: forms of the same bits."""
 
     def __init__(self, experts: Experts, gate_up: Form, down: Form):
         super().__init__()

@@ -142,7 +142,7 @@ def test_scores_that_are_no_numbers_spoil_only_their_own_token(tokens: int) -> N
     assert error(out[others], mixture.expected(x[others], 2, True)) < (1e-5 if INTERPRETED else 1e-2)
 
 
-FORMS = [Form(8, None), Form(8, 128), Form(8, 32), Form(4, 32), Form(4, 128)]
+FORMS = [Form(8, None), Form(8, 128), Form(8, 128, height=128), Form(8, 32), Form(4, 32), Form(4, 128)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -164,7 +164,7 @@ def test_columns_of_quantized_experts_need_not_fill_a_tile(form: Form) -> None:
     assert error(out, mixture.expected(x, 2, False)) < (1e-5 if INTERPRETED else 1e-2)
 
 
-@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+@pytest.mark.parametrize("form", FORMS[:4], ids=str)
 def test_with_many_rows_an_expert_they_are_rounded_to_e4m3_too(form: Form) -> None:
     from radixserve.kernels.triton_experts import choose_tiles
     from radixserve.kernels.triton_scaled import round_tokens
