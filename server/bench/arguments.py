@@ -20,7 +20,8 @@ def write_json(path: Path | None, name: str, arguments: Sequence[str], facts: Ma
     if path is None:
         return
     command = shlex.join(["radixserve", "bench", name, *_without_keys(arguments)])
-    path.write_text(json.dumps({"radixserve": __version__, "command": command, **facts}, indent=2) + "\n")
+    told = {"radixserve": __version__, "command": command, **facts}
+    path.write_text(json.dumps(told, indent=2, default=str) + "\n")  # paths are no JSON
 
 
 def _without_keys(arguments: Sequence[str]) -> Iterator[str]:

@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{target.url}, model {model}\n{table(columns)}")
     if options.plot:
         _plot(options, columns, samples)
-    facts = {"url": target.url, "model": model, "seed": options.seed, "workload": _facts(workload), "loads": columns}
+    facts = {"url": target.url, "model": model, "seed": options.seed, "workload": vars(workload), "loads": columns}
     write_json(options.json, "serve", arguments, facts)
     return 1 if any(summary["errors"] for summary in columns.values()) else 0
 
@@ -98,10 +98,6 @@ def _size(pace: Pace) -> tuple[float, int]:
 def _processes(size: float) -> int:
     """Client processes for so many clients, or arrivals a second: one is enough for a few dozen."""
     return max(1, min(8, (os.cpu_count() or 1) // 2, round(size / 32)))
-
-
-def _facts(workload: Workload) -> dict[str, object]:
-    return {name: value if isinstance(value, int | tuple) else str(value) for name, value in vars(workload).items()}
 
 
 def build_parser() -> Parser:

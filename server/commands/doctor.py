@@ -88,14 +88,8 @@ def check_memory(num_bytes: int) -> Finding:
 
 
 def _packages() -> str:
-    return ", ".join(f"{name} {_version(name) or '(not installed)'}" for name in _PACKAGES)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    installed = {package.name: package.version for package in metadata.distributions()}
+    return ", ".join(f"{name} {installed.get(name, '(not installed)')}" for name in _PACKAGES)
 
 
 def _probe() -> dict[str, Any]:

@@ -98,13 +98,11 @@ def _few(stops: list[str]) -> list[str]:
     return stops
 
 
-def _integer_keys(value: object) -> object:
-    if not isinstance(value, dict):
-        return value
-    for key in value:
-        if not _INTEGER.fullmatch(str(key)):
-            raise ValueError(f"{key!r} is not a token id")
-    return {int(key): bias for key, bias in value.items()}
+def _token_id(key: object) -> int:
+    """JSON's keys are text."""
+    if not _INTEGER.fullmatch(str(key)):
+        raise ValueError("is not a token id")
+    return int(str(key))
 
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -118,8 +116,7 @@ Stop = Annotated[
     WithJsonSchema(any_of(NON_EMPTY, {**list_of(NON_EMPTY), "maxItems": _MAX_STOPS})),
 ]
 LogitBias = Annotated[
-    dict[int, float],
-    BeforeValidator(_integer_keys),
+    dict[Annotated[int, BeforeValidator(_token_id)], float],
     WithJsonSchema(
         {
             "type": "object",
