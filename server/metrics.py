@@ -94,7 +94,7 @@ class RequestObserver(Protocol):
     def first_token(self, event: TokenEvent, ttft_s: float) -> None: ...
 
     def end(self, outcome: str, reason: str, *, prompt_tokens: int, generated_tokens: int) -> None:
-        """``outcome``: the counter that the request was counted in. ``reason``: its label there."""
+        """As ``RequestMeter.end``."""
 
 
 class RequestMeter:
@@ -139,32 +139,20 @@ class RequestMeter:
         for observer in self._observers:
             observer.first_token(event, now - self._submitted_at)
 
-    def succeeded(self, reason: str) -> None:
-        """Its answer is complete. ``reason``: stop or length."""
-        if not self._ended:
+    def end(self, outcome: str, reason: str = "") -> None:
+        """``outcome``: the counter that the request is counted in, once. ``reason``: its label there."""
+        if self._ended:
+            return
+        self._ended = True
+        self._numbers.count(outcome, reason)
+        if outcome == "request_success":
             histograms = self._numbers.histograms
             histograms["e2e_request_latency_seconds"].observe(self._last_at - self._submitted_at)
             histograms["request_prompt_tokens"].observe(self._num_prompt_tokens)
             histograms["request_generation_tokens"].observe(self._num_tokens)
             histograms["request_decode_time_seconds"].observe(self._last_at - (self._first_at or self._last_at))
-            self._end("request_success", reason)
-
-    def aborted(self) -> None:
-        """Its client left, or it was ended by a call to the server."""
-        self._end("num_aborted_requests")
-
-    def failed(self) -> None:
-        self._end("num_failed_requests")
-
-    def rejected(self, reason: str) -> None:
-        self._end("admission_rejections", reason)
-
-    def _end(self, counter: str, label: str = "") -> None:
-        if not self._ended:
-            self._ended = True
-            self._numbers.count(counter, label)
-            for observer in self._observers:
-                observer.end(counter, label, prompt_tokens=self._num_prompt_tokens, generated_tokens=self._num_tokens)
+        for observer in self._observers:
+            observer.end(outcome, reason, prompt_tokens=self._num_prompt_tokens, generated_tokens=self._num_tokens)
 
 
 class WorkerNumbers:

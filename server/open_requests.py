@@ -45,13 +45,13 @@ class OpenRequests:
     def abort(self, uid: int) -> None:
         """The caller wants no more events of ``uid``; nothing happens if it has ended."""
         if (call := self._open.pop(uid, None)) is not None:
-            call.meter.aborted()
+            call.meter.end("num_aborted_requests")
             self.send(Abort(uid))
 
     def complete(self, uid: int) -> None:
         """A stop string ended ``uid``, of which the engine knows nothing; nothing happens if it has ended."""
         if (call := self._open.get(uid)) is not None:
-            call.meter.succeeded(FinishReason.STOP.value)
+            call.meter.end("request_success", FinishReason.STOP.value)
             self.abort(uid)
 
     # ---- what the engine says ----
@@ -86,21 +86,21 @@ class OpenRequests:
         del self._open[event.uid]
         match event.finish:
             case FinishReason.ERROR:
-                meter.failed()
+                meter.end("num_failed_requests")
                 choice.on_failed(
                     RequestFailed(event.error or "generation failed", status=500, code="generation_failed")
                 )
             case FinishReason.ABORT:
-                meter.aborted()
+                meter.end("num_aborted_requests")
                 choice.on_failed(RequestFailed("the request was aborted", status=499, code="request_aborted"))
             case FinishReason.STOP | FinishReason.LENGTH:
                 meter.on_tokens(event, now)
-                meter.succeeded(event.finish.value)
+                meter.end("request_success", event.finish.value)
                 choice.on_tokens(event)
 
     def reject(self, message: Rejected) -> None:
         if (call := self._open.pop(message.uid, None)) is not None:
-            call.meter.rejected(message.code or "other")
+            call.meter.end("admission_rejections", message.code or "other")
             error = RequestFailed(
                 message.message,
                 param=message.param,
@@ -126,10 +126,10 @@ class OpenRequests:
         """``fail_all`` where the engine that had them is gone: it must not be told to abort them."""
         lost, self._open = self._open, {}
         for call in lost.values():
-            call.meter.failed()
+            call.meter.end("num_failed_requests")
             call.choice.on_failed(copy(error))
 
     def _fail(self, uid: int, call: _Open, error: RequestFailed) -> None:
-        call.meter.failed()
+        call.meter.end("num_failed_requests")
         self.abort(uid)
         call.choice.on_failed(copy(error))  # one for each: every task that raised it would add to one traceback

@@ -7,8 +7,9 @@ used), or ``only(...)`` the values that ask for nothing. What no model declares 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -28,8 +29,12 @@ _MAX_STOP_CHARS = 16_384
 
 
 class RequestModel(BaseModel):
-    """Strict: a boolean is no number, a string no integer. JSON has no tuples, so sequences are lists."""
+    """Strict: a boolean is no number, a string no integer. JSON has no tuples, so sequences are lists.
 
+    ``field_names``: what this body calls a field that it is turned into, by the name of that, the longest paths first.
+    """
+
+    field_names: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
 

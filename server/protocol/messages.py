@@ -20,15 +20,6 @@ from radixserve.server.protocol.generation_fields import SamplingFields
 from radixserve.server.protocol.schemas import BOOLEAN, OBJECT, STRING, Schema, any_of, list_of, record, tagged
 from radixserve.server.protocol.tools import FlatTool, ToolChoice, tool_call
 
-# Where a chat request has what these call otherwise.
-FIELD_NAMES = {
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "thinking_token_budget": "thinking.budget_tokens",
-    "stop": "stop_sequences",
-}
-
-
 # ---- turns as chat messages ----
 
 _TEXT = {"text": "text"}
@@ -170,6 +161,13 @@ class OutputConfig(RequestModel):
 class MessagesPrompt(RequestModel):
     """What makes the prompt."""
 
+    field_names = {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "stop": "stop_sequences",
+    }
+
     messages: Annotated[list[dict[str, Any]], BeforeValidator(turn_messages), WithJsonSchema(MESSAGES_SCHEMA)]
     system: Annotated[str, BeforeValidator(system_text), WithJsonSchema(TEXT_SCHEMA)] = ""
     tools: list[MessagesTool] = Field([], max_length=512)
@@ -208,7 +206,7 @@ class CountTokensRequest(MessagesPrompt):
     model: str | None = None
 
     def for_chat(self) -> ChatPromptRequest:
-        """Raises ``InvalidRequest``; ``FIELD_NAMES`` says what its fields are called here."""
+        """Raises ``InvalidRequest``; ``field_names`` says what its fields are called here."""
         return ChatPromptRequest(**self.prompt_fields)
 
 

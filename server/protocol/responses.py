@@ -20,15 +20,6 @@ from radixserve.server.protocol.generation_fields import OpenAiHints, SamplingFi
 from radixserve.server.protocol.schemas import JSON_TEXT, OBJECT, STRING, Schema, any_of, list_of, record, tagged
 from radixserve.server.protocol.tools import FlatTool, ToolChoice, ToolChoiceField, tool_call
 
-# Where a chat request has what this one calls otherwise.
-FIELD_NAMES = {
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-}
-
-
 # ---- items of the input as chat messages ----
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -156,6 +147,12 @@ _NotStored = Annotated[object, AfterValidator(_nothing_stored), WithJsonSchema({
 
 
 class ResponsesRequest(SamplingFields, OpenAiHints):
+    field_names = {
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+    }
     input: Annotated[list[dict[str, Any]], BeforeValidator(input_messages), WithJsonSchema(INPUT_SCHEMA)]
     instructions: str | None = Field(None, description="Stands before the input, as a system message")
     max_output_tokens: int | None = Field(None, ge=1, description="Default: the room left in the context")
@@ -185,7 +182,7 @@ class ResponsesRequest(SamplingFields, OpenAiHints):
     stream_options: Harmless = None
 
     def for_chat(self) -> ChatRequest:
-        """Raises ``InvalidRequest``; ``FIELD_NAMES`` says what its fields are called here."""
+        """Raises ``InvalidRequest``; ``field_names`` says what its fields are called here."""
         return ChatRequest(
             **self.given_sampling_fields,
             messages=with_system(self.instructions, self.input),

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from radixserve.server.errors import blaming
 from radixserve.server.frontend import Frontend, Result
 from radixserve.server.protocol.fields import RequestModel, parse_body
 
@@ -22,7 +23,7 @@ class DirectRoute(APIRoute):
 
     FastAPI describes them, but has no part in the call, where it would look for dependencies and keep stacks of what to
     close: a fifth of a short request. The body is parsed in our way, in a thread if it is big, the model that it names
-    must be served, and the answer tells of fields that nobody knows.
+    must be served, the answer tells of fields that nobody knows, and errors name fields as the body has them.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -44,7 +45,8 @@ class DirectRoute(APIRoute):
         data = await request.body()
         body, unknown = await offload(request, lambda: parse_body(body_model, data))
         frontend_of(request).check_model(getattr(body, "model", None))
-        response: Response = await self.endpoint(request, body)
+        with blaming(body.field_names):
+            response: Response = await self.endpoint(request, body)
         if unknown:
             response.headers[IGNORED_HEADER] = ",".join(unknown)
         return response

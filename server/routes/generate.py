@@ -13,7 +13,7 @@ from radixserve.engine.messages import EngineStatus
 from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.text.detokenizer import StopStringMatcher
 from radixserve.server.choice import Choice, Prompt
-from radixserve.server.errors import MESSAGES_PATH, blaming
+from radixserve.server.errors import MESSAGES_PATH
 from radixserve.server.frontend import Frontend
 from radixserve.server.generation import EventStream, Generation
 from radixserve.server.output.plan import OutputPlan, chat_plan, completion_plan
@@ -55,28 +55,23 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 @router.post(RESPONSES_PATH)
 async def create_response(request: Request, body: responses.ResponsesRequest) -> Response:
     """OpenAI's newer form of a chat, without anything stored."""
-    with blaming(responses.FIELD_NAMES):
-        chat = await offload(request, body.for_chat)
-        return await _respond(
-            request, chat, lambda request_id, model: responses.ResponsesAnswer(request_id, model, body)
-        )
+    chat = await offload(request, body.for_chat)
+    return await _respond(request, chat, lambda request_id, model: responses.ResponsesAnswer(request_id, model, body))
 
 
 @router.post(MESSAGES_PATH)
 async def create_message(request: Request, body: messages.MessagesRequest) -> Response:
     """Anthropic's form of a chat."""
     max_model_len = frontend_of(request).ready_status().max_model_len
-    with blaming(messages.FIELD_NAMES):
-        chat = await offload(request, lambda: body.for_chat(max_model_len))
-        return await _respond(request, chat, messages.MessagesAnswer)
+    chat = await offload(request, lambda: body.for_chat(max_model_len))
+    return await _respond(request, chat, messages.MessagesAnswer)
 
 
 @router.post(f"{MESSAGES_PATH}/count_tokens")
 async def count_tokens(request: Request, body: messages.CountTokensRequest) -> Response:
     """Of the prompt that such a request would have."""
     text = frontend_of(request).text
-    with blaming(messages.FIELD_NAMES):
-        ids = await offload(request, lambda: chat_ids(text, body.for_chat()))
+    ids = await offload(request, lambda: chat_ids(text, body.for_chat()))
     return json_response({"input_tokens": len(ids)})
 
 

@@ -172,8 +172,8 @@ def test_a_request_that_ends_twice_is_counted_once(tmp_path: Path) -> None:
     numbers = WorkerNumbers(tmp_path).numbers
     meter = RequestMeter(numbers, 3)
     meter.on_tokens(TokenEvent(1, [5]), 10.0)
-    meter.failed()
-    meter.aborted()
-    meter.succeeded("stop")
+    meter.end("num_failed_requests")
+    meter.end("num_aborted_requests")
+    meter.end("request_success", "stop")
     assert numbers.counters["num_failed_requests"] == {"": 1}
     assert numbers.counters["num_aborted_requests"] == {"": 0} and numbers.counters["request_success"] == {}
