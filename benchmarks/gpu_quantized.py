@@ -24,7 +24,8 @@ from radixserve.kernels.quantized import Form, Product, QuantizedMatrix, choose_
 from radixserve.kernels.triton_linear import Tile
 from radixserve.kernels.triton_quantized import dequantize, narrow_linear
 from radixserve.kernels.triton_quantized_vector import vector_linear
-from radixserve.kernels.triton_scaled import multiply_scaled, round_tokens, scaled_linear
+from radixserve.kernels.triton_rounding import round_tokens
+from radixserve.kernels.triton_scaled import multiply_scaled, scaled_linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 FORMS = (Form(8, None), Form(8, 128, height=128), Form(4, 128))

@@ -23,7 +23,7 @@ from radixserve.kernels import triton_experts_kernels as kernels
 from radixserve.kernels.quantized import UNIT, QuantizedMatrix, Stack
 from radixserve.kernels.triton_linear import Tile
 from radixserve.kernels.triton_quantized_vector import vector_experts
-from radixserve.kernels.triton_scaled import round_tokens
+from radixserve.kernels.triton_rounding import round_tokens
 
 _MOST_BY_PAIR = 8
 _LARGE_TILE_BYTES = 147_456  # of shared memory; the others take up to 98,304, which all devices have

@@ -19,12 +19,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from radixserve.kernels.interface import Norm
-from radixserve.kernels.quantized import SMALLEST_SCALE, UNIT, QuantizedMatrix
+from radixserve.kernels.quantized import UNIT, QuantizedMatrix
 from radixserve.kernels.triton_linear import Tile, prefetch_first
-from radixserve.kernels.triton_ops import load_stream
+from radixserve.kernels.triton_rounding import round_tokens
 
 _HALF_UNIT = UNIT // 2
-_LARGEST_FP16 = 32768.0
 _DEPTHS = (128, 64, 32, 16)  # columns of a step, if there are no groups
 # Programs that the multiprocessors of an H200 hold at once, and steps along the inner dimension that are worth one: of
 # tiles with few registers, and of others.
@@ -170,51 +169,6 @@ def _add_parts(acc, part_ptr, arrived_ptr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _round_tokens(
-    x_ptr,  # [PARTS, T, SIZE], to be summed
-    residual_ptr,  # [T, SIZE], read and overwritten if ADD
-    norm_ptr,  # [SIZE] if NORM
-    out_ptr,  # fp16 [T, SIZE], the columns of each DEPTH in the order of ``_widen``
-    scale_ptr,  # fp32 [T]
-    arrived_ptr,  # int32 [tiles]: zeroed
-    tiles,
-    eps,
-    PARTS: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HALF: tl.constexpr,  # columns of 4 bits that lie beside each other
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    words: tl.constexpr = DEPTH * BITS // 16
-    nth, word = at % DEPTH // words, at % words
-    if BITS == 8:
-        column = 2 * word + nth
-    else:
-        column = 2 * word // HALF * (2 * HALF) + 2 * word % HALF + nth // 2 + nth % 2 * HALF
-    column += at // DEPTH * DEPTH
-    spot, inside = token * SIZE + column, at < SIZE
-    x = load_stream(x_ptr, residual_ptr, spot, inside, tl.num_programs(0) * SIZE, PARTS, ADD)
-    if NORM:
-        x *= tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, SMALLEST)
-    tl.store(out_ptr + token * SIZE + at, (x / scale).to(tl.float16), mask=inside)
-    tl.store(scale_ptr + token, scale)
-    if token == 0:
-        for start in range(0, tiles, BLOCK):
-            tl.store(arrived_ptr + start + at, 0, mask=start + at < tiles)
-
-
-@triton.jit
 def _dequantize(
     weight_ptr,  # as of ``_matmul``
     scale_ptr,
@@ -251,40 +205,15 @@ def narrow_linear(
     tile: Tile | None = None,
     parts: int | None = None,
 ) -> Tensor:
-    """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]. With ``norm``, the norm of
-    x or of x + residual, which then replaces ``residual``; x may come in parts [P, M, K]. Tile: of matrix and tokens;
-    ``parts``: along K."""
+    """x [M, K], its columns as those of ``matrix`` [N, K] lie, @ matrix.T (+ bias): [M, N]. ``norm`` and
+    ``residual`` as of ``round_tokens``. Tile: of matrix and tokens; ``parts``: along K."""
     (m, k), n, form = x.shape[-2:], matrix.shape[0], matrix.form
     tile = tile or _narrow_tile(m, form.bits)
     depth = form.group or next(size for size in _DEPTHS if k % size == 0)
     tiles = triton.cdiv(m, tile.columns), triton.cdiv(n, tile.rows)
     parts = parts or _num_parts(tiles[0] * tiles[1], k // depth, *(_FEW if tile.rows * tile.columns > 2048 else _MANY))
-    narrow, scales = x.new_empty(m, k, dtype=torch.float16), x.new_empty(m, dtype=torch.float32)
     arrived = x.new_empty(tiles[0] * tiles[1], dtype=torch.int32)
-    block = triton.next_power_of_2(k)
-    _round_tokens[(m,)](
-        x,
-        x if residual is None else residual,
-        x if norm is None else norm.weight,
-        narrow,
-        scales,
-        arrived,
-        len(arrived),
-        norm.eps if norm else 0.0,
-        PARTS=x.shape[0] if x.dim() == 3 else 1,
-        ADD=residual is not None,
-        NORM=norm is not None,
-        LARGEST=_LARGEST_FP16,
-        SMALLEST=SMALLEST_SCALE,
-        SIZE=k,
-        BLOCK=block,
-        BITS=form.bits,
-        DEPTH=depth,
-        HALF=_HALF_UNIT,
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
-        launch_pdl=pdl,
-    )
+    narrow, scales = round_tokens(x, None, pdl, norm, residual, words=(form.bits, depth), zeros=arrived)
     out = x.new_empty(m, n)
     sums = scales.new_empty(len(arrived) * parts * tile.rows * tile.columns if parts > 1 else 1)
     _matmul[(*tiles, parts)](

@@ -16,9 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from radixserve.kernels.interface import Norm
-from radixserve.kernels.quantized import FP8, FP8_MAX, SMALLEST_SCALE, QuantizedMatrix
+from radixserve.kernels.quantized import QuantizedMatrix
 from radixserve.kernels.triton_linear import Tile, prefetch_first
-from radixserve.kernels.triton_ops import load_stream
+from radixserve.kernels.triton_rounding import round_tokens
 
 _MOST_RIGHT = 64  # tokens that are the right factor
 _MULTIPROCESSORS = 132  # of an H200
@@ -101,41 +101,6 @@ def _scaled(product, x_scale, scale, LEFT: tl.constexpr, BLOCKED: tl.constexpr):
     else:
         product *= scale[None, :] if LEFT else scale[:, None]
     return product * (x_scale[:, None] if LEFT else x_scale[None, :])
-
-
-@triton.jit
-def _round_tokens(
-    x_ptr,  # [PARTS, T, SIZE], to be summed
-    residual_ptr,  # [T, SIZE], read and overwritten if ADD
-    norm_ptr,  # [SIZE] if NORM
-    out_ptr,  # e4m3 [T, SIZE]
-    scale_ptr,  # fp32 [SIZE / GROUP, T]
-    eps,
-    PARTS: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two, as BLOCK: GROUPS groups of BLOCK columns, or what there is of them
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    token, group, at = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS), tl.arange(0, BLOCK)
-    there = group < SIZE // GROUP
-    column = group[:, None] * GROUP + at[None, :]
-    inside, spot = there[:, None] & (at < GROUP)[None, :], token * SIZE + column
-    x = load_stream(x_ptr, residual_ptr, spot, inside, tl.num_programs(0) * SIZE, PARTS, ADD)
-    if NORM:
-        x *= tl.rsqrt(tl.sum(x * x) / SIZE + eps) * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 1) / LARGEST, SMALLEST)
-    rounded = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
-    tl.store(out_ptr + spot, rounded.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + group * tl.num_programs(0) + token, scale, mask=there)
 
 
 def scaled_linear(
@@ -223,36 +188,3 @@ def _scaled_tile(tokens: int, rows: int) -> Tile:
     tiles = triton.cdiv(tokens, 64) * triton.cdiv(rows, 128)
     two, three = (held * triton.cdiv(tiles, held * _MULTIPROCESSORS) for held in (2, 3))
     return Tile(64, 128, 128, 3 if three * 7 / 8 < two else 4, 4)
-
-
-def round_tokens(
-    x: Tensor, group: int | None, pdl: bool, norm: Norm | None = None, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """x [T, K] in e4m3, and the scale of each ``group`` columns of a token, or of all: fp32 [K / group, T]. With
-    ``norm``, the norm of x or of x + residual, which then replaces ``residual``; x may come in parts [P, T, K]."""
-    tokens, size = x.shape[-2:]
-    group = group or size
-    narrow = x.new_empty(tokens, size, dtype=FP8)
-    scales = x.new_empty(size // group, tokens, dtype=torch.float32)
-    block = triton.next_power_of_2(size)
-    _round_tokens[(tokens,)](
-        x,
-        x if residual is None else residual,
-        x if norm is None else norm.weight,
-        narrow,
-        scales,
-        norm.eps if norm else 0.0,
-        PARTS=x.shape[0] if x.dim() == 3 else 1,
-        ADD=residual is not None,
-        NORM=norm is not None,
-        LARGEST=FP8_MAX,
-        SMALLEST=SMALLEST_SCALE,
-        SIZE=size,
-        GROUP=group,
-        GROUPS=triton.next_power_of_2(size // group),
-        BLOCK=triton.next_power_of_2(group),
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
-        launch_pdl=pdl,
-    )
-    return narrow, scales

@@ -167,7 +167,7 @@ def test_columns_of_quantized_experts_need_not_fill_a_tile(form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS[:4], ids=str)
 def test_with_many_rows_an_expert_they_are_rounded_to_e4m3_too(form: Form) -> None:
     from radixserve.kernels.triton_experts import choose_tiles
-    from radixserve.kernels.triton_scaled import round_tokens
+    from radixserve.kernels.triton_rounding import round_tokens
 
     def rounded(rows: Tensor) -> Tensor:
         narrow, scales = round_tokens(rows, None, pdl=not INTERPRETED)

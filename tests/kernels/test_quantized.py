@@ -179,10 +179,10 @@ def test_deterministic_products_do_not_depend_on_the_batch() -> None:
 @triton_test
 @pytest.mark.parametrize(("group", "cols"), [(None, 100), (128, 384), (32, 64)])
 def test_tokens_are_rounded_to_e4m3_one_by_one(group: int | None, cols: int) -> None:
-    triton_scaled = pytest.importorskip("radixserve.kernels.triton_scaled")
+    round_tokens = pytest.importorskip("radixserve.kernels.triton_rounding").round_tokens
     x = randn(9, cols) * torch.logspace(-4, 4, 9, device=DEVICE)[:, None].to(DTYPE)
     x[4] = 0
-    narrow, scales = triton_scaled.round_tokens(x, group, pdl=not INTERPRETED)
+    narrow, scales = round_tokens(x, group, pdl=not INTERPRETED)
     expected = quantize(x, Form(8, group))
     torch.testing.assert_close(scales.T, expected.scales)
     assert narrow.dtype == FP8
@@ -194,12 +194,12 @@ def test_tokens_are_rounded_to_e4m3_one_by_one(group: int | None, cols: int) -> 
 @pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("num_parts", [0, 1, 3])  # of what is pending
 def test_tokens_are_rounded_along_with_their_norm(group: int | None, num_parts: int) -> None:
-    triton_scaled = pytest.importorskip("radixserve.kernels.triton_scaled")
+    round_tokens = pytest.importorskip("radixserve.kernels.triton_rounding").round_tokens
     stream, parts = randn(5, 384), [randn(5, 384) for _ in range(num_parts)]
     norm, whole = Norm(randn(384), 1e-5), (stream.float() + sum(part.float() for part in parts)).to(DTYPE)
     residual = stream if parts else None
     x = torch.stack(parts) if len(parts) > 1 else parts[0] if parts else stream
-    narrow, scales = triton_scaled.round_tokens(x, group, not INTERPRETED, norm, residual)
+    narrow, scales = round_tokens(x, group, not INTERPRETED, norm, residual)
     expected = quantize(TorchOps().rms_norm(whole.float(), Norm(norm.weight.float(), norm.eps)), Form(8, group))
     torch.testing.assert_close(scales.T, expected.scales, rtol=TOLERANCE, atol=0)
     # As above; and on a GPU the sum may be rounded the other way.
