@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+from safetensors import safe_open
 
 from radixserve.configs.schema import DEFAULT_MODEL
 from radixserve.engine.errors import ModelError
@@ -135,8 +135,11 @@ def _kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
 def _num_parameters(files: ModelFiles) -> int:
     if files.gguf is not None:
         return sum(math.prod(tensor.shape) for tensor in read_gguf(files.gguf).tensors.values())
-    headers = [entry for path in files.weights for entry in _safetensors_header(path).items()]
-    return sum(_parameters_in(name, entry["shape"]) for name, entry in headers)
+    total = 0
+    for path in files.weights:
+        with safe_open(path, framework="np") as file:
+            total += sum(_parameters_in(name, file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
 
 
 def _parameters_in(name: str, shape: list[int]) -> int:
@@ -145,13 +148,6 @@ def _parameters_in(name: str, shape: list[int]) -> int:
     if part in ("scales", "qzeros", "g_idx", "input_scale") or part.startswith("weight_"):
         return 8 * math.prod(shape) if part == "weight_packed" else 0
     return math.prod(shape) * (8 if part == "qweight" else 1)
-
-
-def _safetensors_header(path: Path) -> dict[str, Any]:
-    """By name of the tensor."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _weight_bytes(files: ModelFiles) -> int:
