@@ -19,7 +19,8 @@ from radixserve.kernels.interface import Norm
 from radixserve.kernels.quantized import QuantizedMatrix, Stack
 from radixserve.kernels.triton_linear import finish
 
-_BLOCK_BYTES, _MAX_WIDTH = 16384, 4096  # of weights that a program holds; elements of a row that it reads at once
+_BLOCK_BYTES = 16384  # of weights that a program holds
+_MAX_WIDTH, _MAX_WIDTH_OF_4_BITS = 4096, 2048  # elements of a row that it reads at once; fewer: more rows that share x
 _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no instructions
 
 
@@ -52,13 +53,11 @@ def _dot_parts(
     scales."""
     rows: tl.constexpr = weight.shape[0]
     width: tl.constexpr = weight.shape[1]
+    first, second = _fractions(weight) if BITS == 4 else (weight.to(tl.float32), 0.0)
+    # One sum for each factor: then each product becomes part of an addition.
+    part = tl.sum(tl.reshape(first * low[None, :], [rows, width // LANES, LANES]), 2)
     if BITS == 4:
-        first, second = _fractions(weight)
-        product = first * low[None, :] + second * high[None, :]
-    else:
-        product = weight.to(tl.float32) * low[None, :]
-    part = tl.sum(tl.reshape(product, [rows, width // LANES, LANES]), 2)
-    if BITS == 4:
+        part += tl.sum(tl.reshape(second * high[None, :], [rows, width // LANES, LANES]), 2)
         part = 16 * part - (16 + tl.load(zero_ptr + spot).to(tl.float32)) * sums[None, :]
     return part * tl.load(scale_ptr + spot) if GROUPED else part
 
@@ -220,7 +219,7 @@ def _launch(
     matrix, values = (stack, stack.values) if isinstance(stack, QuantizedMatrix) else (None, stack)
     bits, group = (16, None) if matrix is None else (matrix.form.bits, matrix.form.group)
     (n, k), pairs = (out.shape[-1], x.shape[-1]), 1 if chosen is None else chosen.numel()
-    width = min(triton.next_power_of_2(values.shape[-1]), _MAX_WIDTH)
+    width = min(triton.next_power_of_2(values.shape[-1]), _MAX_WIDTH_OF_4_BITS if bits == 4 else _MAX_WIDTH)
     block_n: int = max(1, block_bytes // (width * values.itemsize) // (2 if gated else 1))
     scales = x if matrix is None else matrix.scales
     _gemv[(triton.cdiv(n, block_n), pairs)](
