@@ -35,6 +35,10 @@ class AttentionShape:
     cache_dtype: torch.dtype | None = None  # of k and v in the cache, if another: e4m3, to be cast after each load
 
     @property
+    def has_narrow_cache(self) -> bool:
+        return self.cache_dtype not in (None, self.dtype)
+
+    @property
     def score_scale(self) -> float:
         """``scale`` or its default."""
         return self.head_dim**-0.5 if self.scale is None else self.scale

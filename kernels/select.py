@@ -120,7 +120,7 @@ def select_attention(
     ``BackendUnavailable``."""
     if deterministic:
         return _invariant_attention(backend, shape, device, max_seqs)
-    if backend != "auto" and _is_flashinfer(backend, shape) and shape.cache_dtype is not None:
+    if backend != "auto" and _is_flashinfer(backend, shape) and shape.has_narrow_cache:
         raise BackendUnavailable(
             f"kv_cache_dtype fp8 does not go with --attention-backend {backend}, which leaves this model to "
             f"FlashInfer; use --attention-backend auto"
@@ -144,7 +144,7 @@ def _fits_cuda(backend: str, shape: AttentionShape, device: torch.device) -> boo
 
 def _fits_flashinfer(shape: AttentionShape) -> bool:
     """It would have kernels for a narrow cache too, but each pair of types takes minutes to compile."""
-    return shape.head_dim in _FLASHINFER_DIMS and shape.cache_dtype is None
+    return shape.head_dim in _FLASHINFER_DIMS and not shape.has_narrow_cache
 
 
 def _is_flashinfer(backend: str, shape: AttentionShape) -> bool:
