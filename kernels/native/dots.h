@@ -12,9 +12,10 @@ namespace {
 constexpr int64_t kBlockBytes[] = {320, 544, 1024};
 constexpr int kMaxTogether = 8;  // tokens that share the unpacked weights: their sums stay in registers
 
-inline void prefetch_block(const uint8_t* w, int64_t bytes) {
-  constexpr int64_t kBlocksAhead = 16;
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(w + kBlocksAhead * bytes + line);
+constexpr int64_t kBlocksAhead = 16;
+
+inline void prefetch_block(const uint8_t* w, int64_t bytes, int64_t ahead = kBlocksAhead) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(w + ahead * bytes + line);
 }
 
 inline Floats joined(Ints dot, Ints rest) {

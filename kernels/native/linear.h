@@ -65,7 +65,7 @@ struct Linear {
   void by_tiles(int64_t p, const Activations& a, int64_t start, int64_t end, uint8_t* unpacked) const {
     const bool has_second = gated || p + 1 < out_panels, at_once = end - start <= 32;
     const uint8_t* w[2] = {panel(p), panel(!has_second ? p : gated ? p + out_panels : p + 1)};
-    alignas(64) float products[2][2][32][kLanes];  // of the last 64 tokens
+    alignas(64) float products[2][32][kLanes];  // of the last 32 tokens
     // Copies, since results are stored where, for all that the compiler knows, these might lie.
     const Results to = results;
     const Floats biases[2] = {bias(p), has_second ? bias(gated ? p + out_panels : p + 1) : Floats{}};
@@ -73,9 +73,8 @@ struct Linear {
     int64_t token = start;
     const auto put_until = [&](int64_t after) {
       for (; token < after; token++) {
-        const auto& ready = products[(token - start) / 32 % 2];
         const int64_t t = (token - start) % 32;
-        const Floats one = load<Floats>(ready[0][t]) + biases[0], two = load<Floats>(ready[1][t]) + biases[1];
+        const Floats one = load<Floats>(products[0][t]) + biases[0], two = load<Floats>(products[1][t]) + biases[1];
         to.put(token, p * kLanes, is_gated ? rough_silu(one) * two : one);
         if (!is_gated && has_second) to.put(token, (p + 1) * kLanes, two);
       }
@@ -84,7 +83,7 @@ struct Linear {
     for (int64_t first = start; first < end; first += 32) {
       const bool both = end - first > 16;
       const uint16_t* x = a.wide + first * op.cols;
-      float* out = products[(first - start) / 32 % 2][0][0];
+      float* out = products[0][0];
       if constexpr (kKind != kBf16) {
         if (first == start) {
           multiply_packed<kKind>(w[0], w[1], blocks, x, op.cols, both, out, unpacked, at_once ? 2 : blocks);

@@ -62,15 +62,15 @@ inline Ints cut_pairs(Floats even, Floats odd) {
   return (Ints)_mm512_mask_mov_epi16((__m512i)((Bits)even >> 16), 0xaaaaaaaa, (__m512i)odd);
 }
 
-// A block of a panel on its way to the layout of kBf16, a half of it at a time.
+// A block of a panel on its way to the layout of kBf16, a half of it at a time. ahead: the block that is fetched meanwhile.
 template <int kKind>
 class Unpacker;
 
 template <>
 class Unpacker<kQ4> {
  public:
-  explicit Unpacker(const uint8_t* block) : block_(block), d_(from_fp16(block + 256) * kUncut) {
-    prefetch_block(block, kBlockBytes[kQ4]);
+  Unpacker(const uint8_t* block, int64_t ahead) : block_(block), d_(from_fp16(block + 256) * kUncut) {
+    prefetch_block(block, kBlockBytes[kQ4], ahead);
     const Floats m = from_fp16(block + 288) * kUncut;
     m8_ = m - d_ * raise(8), m12_ = m - d_ * raise(12), m16_ = m - d_ * raise(16);
   }
@@ -95,9 +95,9 @@ class Unpacker<kQ4> {
 template <>
 class Unpacker<kQ8> {
  public:
-  explicit Unpacker(const uint8_t* block)
+  Unpacker(const uint8_t* block, int64_t ahead)
       : block_(block), d_(from_fp16(block + 512) * kUncut), m_(d_ * (-128.0f - raise(8))) {
-    prefetch_block(block, kBlockBytes[kQ8]);
+    prefetch_block(block, kBlockBytes[kQ8], ahead);
   }
 
   void half(int which, uint8_t* out) const {
@@ -117,7 +117,7 @@ class Unpacker<kQ8> {
 
 template <int kKind>
 void unpack(const uint8_t* block, uint8_t* out) {
-  const Unpacker<kKind> unpacker(block);
+  const Unpacker<kKind> unpacker(block, kBlocksAhead);
   unpacker.half(0, out);
   unpacker.half(1, out);
 }
@@ -207,18 +207,19 @@ template <int kKind>
 void multiply_packed(const uint8_t* w0, const uint8_t* w1, int64_t blocks, const uint16_t* x, int64_t cols, bool both,
                      float* out, uint8_t* unpacked, int64_t kept) {
   constexpr int64_t kBytes = kBlockBytes[kBf16];
+  const int64_t ahead = kept < blocks ? kBlocksAhead : 4;  // what is kept needs the first cache for itself
   const TileSums sums(x, cols, both);
   unpack<kKind>(w0, unpacked);
   unpack<kKind>(w1, unpacked + kBytes);
   uint8_t* ready = unpacked;
   for (int64_t b = 1; b < blocks; b++) {
     uint8_t* next = unpacked + b % kept * 2 * kBytes;
-    const Unpacker<kKind> first(w0 + b * kBlockBytes[kKind]);
+    const Unpacker<kKind> first(w0 + b * kBlockBytes[kKind], ahead);
     sums.add_00(b - 1, ready);
     first.half(0, next);
     sums.add_10(b - 1);
     first.half(1, next);
-    const Unpacker<kKind> second(w1 + b * kBlockBytes[kKind]);
+    const Unpacker<kKind> second(w1 + b * kBlockBytes[kKind], ahead);
     sums.add_01(ready + kBytes);
     second.half(0, next + kBytes);
     sums.add_11();
