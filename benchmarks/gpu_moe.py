@@ -3,7 +3,7 @@
 ``engine``: W1 and W2, `radixserve bench offline` and `latency` with random weights. ``layer``: the experts of one layer
 for several numbers of tokens, the chosen tiles and the best three candidates, compared with plain torch; --out gets
 all. ``--quantization fp8``: engine with `--quantization fp8`, layer with e4m3 weights by row and by blocks of 128
-rows and columns. ``--tiny`` tries all out on a CPU.
+rows and columns; ``int4``: layer only. ``--tiny`` tries all out on a CPU.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ MORE = {
         ((16, 32, 128, 4, 2), (16, 64, 128, 4, 4)), ((16, 64, 128, 4, 4), (16, 128, 128, 4, 4)),
         ((32, 32, 128, 4, 4), (32, 64, 128, 4, 4)), ((32, 64, 128, 3, 8), (32, 128, 128, 3, 8)),
     ),
+    4: (((16, 64, 128, 4, 4), (16, 64, 128, 4, 4)), ((32, 64, 128, 4, 4), (32, 128, 128, 4, 4))),
 }  # fmt: skip
 
 Result = dict[str, Any]
@@ -235,7 +236,8 @@ class LayerCase:
         """The experts that tokens choose read once, or all pairs multiplied, whichever takes longer."""
         chosen = (x.float() @ self.router.float().t()).topk(self.experts.per_token).indices
         weights_each = 3 * self.hidden * self.experts.intermediate_size
-        weight_bytes, flop_per_s = (2, FLOP_PER_S) if self.form is None else (1, 2 * FLOP_PER_S)
+        weight_bytes = 2.0 if self.form is None else self.form.bits / 8
+        flop_per_s = 2 * FLOP_PER_S if weight_bytes == 1 else FLOP_PER_S
         read_s = weight_bytes * weights_each * len(chosen.unique()) / BYTES_PER_S
         return 1e6 * max(read_s, 2 * weights_each * chosen.numel() / flop_per_s)
 
@@ -244,7 +246,11 @@ def run_layer(tiny: bool, quantization: str) -> list[Result]:
     spec = spec_from_config({**QWEN3_30B_A3B, **(TINY if tiny else {})})
     experts = spec.layers[0].experts
     assert experts is not None
-    forms = [Form(8, None), Form(8, 32) if tiny else Form(8, 128, height=128)] if quantization == "fp8" else [None]
+    forms: list[Form | None] = [None]
+    if quantization == "fp8":
+        forms = [Form(8, None), Form(8, 32) if tiny else Form(8, 128, height=128)]
+    elif quantization == "int4":
+        forms = [Form(4, 32 if tiny else 128)]
     results = []
     for form in forms:
         torch.manual_seed(0)
@@ -268,10 +274,12 @@ def print_best(rows: list[Result]) -> None:
 def main(arguments: list[str] | None = None, run: Callable[[list[str]], object] = in_a_process) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("engine", "layer"))
-    parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--quantization", choices=("auto", "fp8", "int4"), default="auto")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if options.what == "engine" and options.quantization == "int4":
+        parser.error("the engine does not round to int4 itself")
     if options.what == "engine":
         results: Any = run_engine(options.tiny, options.quantization, run)
     else:

@@ -7,8 +7,8 @@ of vLLM). Up to ``_MOST_BY_PAIR`` tokens, hardly two of which go to the same exp
 pair by pair (``triton_quantized_vector``). The answers of a token's experts are left apart, in the order of its choice,
 for the norm that follows to sum up; so results do not depend on timing.
 
-Quantized weights are widened on the way, which costs little where reading them is what takes the time. With more rows
-an expert, e4m3 weights meet rows that are rounded to e4m3 too, each with a scale of its own.
+Quantized weights are widened on the way, e4m3 only where the device does not multiply it: else it meets rows that are
+rounded to e4m3 too, each with a scale of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ def choose_tiles(
     share = num_tokens * per_token / num_experts
     if num_tokens <= _MOST_BY_PAIR:
         return None
-    if bits < 16:
-        return _narrow_tiles(share, scaled=has_scaled and bits == 8)
+    if bits == 4:
+        rows = 16 if share <= 8 else 32 if share <= 24 else 64
+        return Tiles(Tile(rows, 128 if rows == 16 else 64, 128, 4, 4), Tile(rows, 128, 128, 4, 4), group=rows // 8)
+    if bits == 8:
+        return _e4m3_tiles(share, scaled=has_scaled)
     if 2 < share <= 8:
         return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
     if share <= 128 or shared_bytes < _LARGE_TILE_BYTES:
@@ -58,8 +61,7 @@ def choose_tiles(
     return Tiles(Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8), group=8)
 
 
-def _narrow_tiles(share: float, *, scaled: bool) -> Tiles:
-    """Of quantized weights: a group deep."""
+def _e4m3_tiles(share: float, *, scaled: bool) -> Tiles:
     if share <= 8 and not scaled:
         return Tiles(Tile(16, 32, 128, 5, 4), Tile(16, 64, 128, 4, 4))
     if share <= 24 and not scaled:
@@ -166,12 +168,13 @@ def _launch(x: Tensor, weight: Stack, out: Tensor, routing: Routing, tiles: Tile
     inner, columns, max_blocks = x.shape[1], out.shape[-1], routing.blocks.shape[1]
     matrix, stored = (weight, weight.values) if isinstance(weight, QuantizedMatrix) else (None, weight)
     depth = _depth(tile, inner, matrix)
-    x, x_scales = round_tokens(x, None, pdl) if tiles.scaled else (x, routing.weights)
+    words = (4, depth) if matrix is not None and matrix.form.bits == 4 else None
+    x, x_scales = round_tokens(x, None, pdl, words=words) if tiles.scaled or words else (x, routing.weights)
     scales = routing.weights if matrix is None else matrix.scales
     kernels.multiply[(triton.cdiv(max_blocks, group) * group * triton.cdiv(columns, tile.columns),)](
         x,
         x_scales,
-        stored,
+        stored.view(torch.int16) if words else stored,
         scales,
         scales if matrix is None or matrix.zeros is None else matrix.zeros,
         routing.weights,
@@ -191,8 +194,7 @@ def _launch(x: Tensor, weight: Stack, out: Tensor, routing: Routing, tiles: Tile
         BITS=16 if matrix is None else matrix.form.bits,
         GROUPED=matrix is not None and matrix.form.group is not None,
         BLOCKED=matrix is not None and matrix.form.height % tile.columns == 0,
-        HALF=UNIT // 2,
-        X_SCALED=tiles.scaled,
+        X_SCALED=tiles.scaled or words is not None,
         GATED=gated,
         WHOLE=inner % depth == 0,
         PDL=pdl,

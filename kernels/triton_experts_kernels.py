@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from radixserve.kernels.triton_quantized import widen
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route(
@@ -169,18 +171,15 @@ def _load(ptrs, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _quantized_products(
-    x_ptrs,  # [ROWS, lanes], the columns of the weights' lanes
-    weight_ptrs,  # [COLUMNS, lanes]; GATED: of the gates, N rows before the others
+def _e4m3_products(
+    x_ptrs,  # [ROWS, DEPTH]
+    weight_ptrs,  # [COLUMNS, DEPTH]; GATED: of the gates, N rows before the others
     scale_ptrs,  # fp32 [COLUMNS], as ``weight_ptrs``; BLOCKED: one, of all columns
-    zero_ptrs,  # int8, as ``scale_ptrs``
     live,
     N,
     K,  # a multiple of DEPTH
-    BITS: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCKED: tl.constexpr,
-    HALF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -188,7 +187,6 @@ def _quantized_products(
     GATED: tl.constexpr,
 ):
     """As ``_products``. What a weight stands for without its scale is exact in x's type; scales come to sums."""
-    width = K * BITS // 8
     groups = K // DEPTH if GROUPED else 1
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     gate_acc = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -197,17 +195,16 @@ def _quantized_products(
     gate_scale = tl.load(scale_ptrs) if BLOCKED else 1.0
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
         x = tl.load(x_ptrs + start, mask=live[:, None], other=0.0)
-        high = tl.load(x_ptrs + start + HALF, mask=live[:, None], other=0.0) if BITS == 4 else x
-        at, group = start * BITS // 8, start // DEPTH
+        group = start // DEPTH
         spot = rows * groups + group
-        part = _part(x, high, weight_ptrs + rows * width + at, zero_ptrs + spot, BITS)
+        part = tl.dot(x, tl.trans(tl.load(weight_ptrs + rows * K + start).to(x.dtype)))
         if BLOCKED:
             acc += part * scale
             scale = tl.load(scale_ptrs + tl.minimum(spot + 1, (rows + 1) * groups - 1))
         else:
             acc += part * tl.load(scale_ptrs + spot)[None, :] if GROUPED else part
         if GATED:
-            part = _part(x, high, weight_ptrs + at, zero_ptrs + group, BITS)
+            part = tl.dot(x, tl.trans(tl.load(weight_ptrs + start).to(x.dtype)))
             if BLOCKED:
                 gate_acc += part * gate_scale
                 gate_scale = tl.load(scale_ptrs + tl.minimum(group + 1, groups - 1))
@@ -221,23 +218,45 @@ def _quantized_products(
 
 
 @triton.jit
-def _part(x, high, weight_ptrs, zero_ptrs, BITS: tl.constexpr):
-    """The product of one group of columns (4 bits: the low ones with ``x``, the others with ``high``)."""
-    weight = tl.load(weight_ptrs)
-    if BITS == 8:
-        part = tl.dot(x, tl.trans(weight.to(x.dtype)))
-    else:
-        zero = tl.load(zero_ptrs)[:, None]
-        part = tl.dot(x, tl.trans(((weight & 15) - zero).to(x.dtype)))
-        part = tl.dot(high, tl.trans((((weight >> 4) & 15) - zero).to(x.dtype)), part)
-    return part
+def _nibble_products(
+    x_ptrs,  # fp16 [ROWS, DEPTH], in the order of words
+    word_ptrs,  # int16 [COLUMNS, DEPTH / 4]; GATED: of the gates, N rows before the others
+    scale_ptrs,  # fp32 [COLUMNS], as ``word_ptrs``
+    zero_ptrs,  # int8, as ``scale_ptrs``
+    live,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """As ``_products``, with the weights as the left factor: see ``triton_quantized``."""
+    groups, words = K // DEPTH, K // 4
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    gate_acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    rows = N if GATED else 0
+    for group in tl.range(0, groups, num_stages=STAGES):
+        x = tl.load(x_ptrs + group * DEPTH, mask=live[:, None], other=0.0)
+        at, spot = group * (DEPTH // 4), rows * groups + group
+        acc += _nibble_part(x, word_ptrs + rows * words + at, scale_ptrs + spot, zero_ptrs + spot)
+        if GATED:
+            gate_acc += _nibble_part(x, word_ptrs + at, scale_ptrs + group, zero_ptrs + group)
+    return tl.trans(acc), tl.trans(gate_acc)
+
+
+@triton.jit
+def _nibble_part(x, word_ptrs, scale_ptrs, zero_ptrs):
+    weight = widen(tl.load(word_ptrs), tl.load(zero_ptrs).to(tl.float16)[:, None], 4)
+    return tl.dot(weight, tl.trans(x)) * tl.load(scale_ptrs)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks"])
 def multiply(
     x_ptr,  # [T, K] if GATED, else [T * TOP, K]
     x_scale_ptr,  # fp32, of each row of x, if X_SCALED
-    weight_ptr,  # [EXPERTS, N, K], or [EXPERTS, 2 N, K] if GATED: first the gates; of 4 bits K / 2
+    weight_ptr,  # [EXPERTS, N, K], or [EXPERTS, 2 N, K] if GATED: first the gates; of 4 bits int16, K / 4
     weight_scale_ptr,  # fp32 [EXPERTS, rows, groups], if BITS < 16
     weight_zero_ptr,  # int8, as the scales, if BITS == 4
     scales_ptr,  # fp32 [T, TOP]: what results are multiplied by, unless GATED
@@ -257,8 +276,7 @@ def multiply(
     BITS: tl.constexpr,  # of a weight: 8 (e4m3) or 4; 16: not quantized
     GROUPED: tl.constexpr,  # DEPTH columns of quantized weights share a scale; else a whole row does
     BLOCKED: tl.constexpr,  # and so do the COLUMNS rows of a tile
-    HALF: tl.constexpr,  # columns of 4 bits that lie beside each other
-    X_SCALED: tl.constexpr,  # x is e4m3
+    X_SCALED: tl.constexpr,  # x is e4m3, or for 4 bits fp16
     GATED: tl.constexpr,
     WHOLE: tl.constexpr,  # K is a multiple of DEPTH
     PDL: tl.constexpr,
@@ -270,9 +288,8 @@ def multiply(
     block = program // (GROUP * column_tiles) * GROUP + within % GROUP
     first_n = within // GROUP * COLUMNS
     n = first_n + tl.arange(0, COLUMNS)
-    width = K if BITS == 16 else K * BITS // 8  # elements of a row of weights
-    lane = tl.arange(0, DEPTH if BITS == 16 else DEPTH * BITS // 8)
-    k = lane // HALF * (2 * HALF) + lane % HALF if BITS == 4 else lane
+    width = K // 4 if BITS == 4 else K  # elements of a row of weights
+    lane = tl.arange(0, DEPTH // 4 if BITS == 4 else DEPTH)
     safe_n = tl.minimum(n, N - 1)
     if PDL:
         # The gated product is the first: it waits for the routing before it lets the second one start, which therefore
@@ -291,16 +308,21 @@ def multiply(
         gdc_wait()
     if exists:
         x_row = pair // TOP if GATED else pair
-        x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
+        x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + tl.arange(0, DEPTH)[None, :]
         weight_ptrs = expert_ptr + safe_n[:, None] * width + lane[None, :]
         if BITS == 16:
             acc, gate = _products(x_ptrs, weight_ptrs, live, N, K, ROWS, COLUMNS, DEPTH, STAGES, GATED, WHOLE)
         else:
             spot = (first_row + (first_n if BLOCKED else safe_n)) * (K // DEPTH if GROUPED else 1)
-            acc, gate = _quantized_products(
-                x_ptrs, weight_ptrs, weight_scale_ptr + spot, weight_zero_ptr + spot, live, N, K,
-                BITS, GROUPED, BLOCKED, HALF, ROWS, COLUMNS, DEPTH, STAGES, GATED,
-            )  # fmt: skip
+            scale_ptrs, zero_ptrs = weight_scale_ptr + spot, weight_zero_ptr + spot
+            if BITS == 4:
+                acc, gate = _nibble_products(
+                    x_ptrs, weight_ptrs, scale_ptrs, zero_ptrs, live, N, K, ROWS, COLUMNS, DEPTH, STAGES, GATED
+                )
+            else:
+                acc, gate = _e4m3_products(
+                    x_ptrs, weight_ptrs, scale_ptrs, live, N, K, GROUPED, BLOCKED, ROWS, COLUMNS, DEPTH, STAGES, GATED
+                )
         if X_SCALED:
             x_scale = tl.load(x_scale_ptr + x_row, mask=live, other=0.0)[:, None]
             acc *= x_scale

@@ -32,7 +32,7 @@ _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter 
 
 
 @triton.jit
-def _widen(word, zero, BITS: tl.constexpr):
+def widen(word, zero, BITS: tl.constexpr):
     """int16 [rows, words] to fp16 [rows, words * 16 / BITS]: first the lowest bits of all words. ``zero``: fp16
     [rows, 1], of 4 bits."""
     rows: tl.constexpr = word.shape[0]
@@ -83,7 +83,7 @@ def _widen_nibbles(word):
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul(
-    x_ptr,  # fp16 [M, K], the columns of each DEPTH in the order of ``_widen``
+    x_ptr,  # fp16 [M, K], the columns of each DEPTH in the order of ``widen``
     x_scale_ptr,  # fp32 [M]
     weight_ptr,  # int16 [N, K * BITS / 16]
     scale_ptr,  # fp32 [N, groups]
@@ -126,7 +126,7 @@ def _matmul(
     for group in range(first, tl.minimum(first + steps, groups)):
         word = tl.load(weight_ptrs + group * words)
         x = tl.load(x_ptrs + group * DEPTH, mask=there[:, None], other=0.0)
-        weight = _widen(word, zero.to(tl.float16)[:, None], BITS)
+        weight = widen(word, zero.to(tl.float16)[:, None], BITS)
         if GROUPED:
             after = spot + tl.minimum(group + 1, groups - 1)
             next_scale = tl.load(scale_ptr + after)
