@@ -101,8 +101,8 @@ def _spec(family: Family, config: ConfigReader) -> ModelSpec:
         quantization=read_quantization(config),
     )
     spec = family.adapt(spec, config)
-    _refuse_unsupported(config, spec)
-    return _checked(_without_idle_windows(spec))
+    _check(config, spec)
+    return _without_idle_windows(spec)
 
 
 def _layers(family: Family, config: ConfigReader, head_dim: int) -> tuple[LayerSpec, ...]:
@@ -147,23 +147,18 @@ def _unsupported(name: str, supported: list[str]) -> ModelError:
     return ModelError(f"architecture {name} is not supported; supported: {', '.join(supported)}")
 
 
-def _refuse_unsupported(config: ConfigReader, spec: ModelSpec) -> None:
+def _check(config: ConfigReader, spec: ModelSpec) -> None:
+    """Refuses what gives wrong results if it is ignored, and sizes that would fail later, far from their cause."""
     for key in _REFUSED_FLAGS:
         if config.flag(key):
             raise ModelError(f"{config.source}: {key} is not supported")
     if not spec.has_experts and (config.flag("num_experts") or config.flag("num_local_experts")):
         raise ModelError(f"{config.source}: mixtures of experts are not supported in the family {spec.family}")
-
-
-def _checked(spec: ModelSpec) -> ModelSpec:
-    """Sizes that do not fit together would fail later, far from their cause."""
     for name, value in (("num_kv_heads", spec.num_kv_heads), ("head_dim", spec.head_dim)):
         if value <= 0:
             raise ModelError(f"the model's configuration gives {name} {value}; it must be positive")
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads")
-    for experts in {layer.experts for layer in spec.layers} - {None}:
-        assert experts is not None
+    for experts in (layer.experts for layer in spec.layers if layer.experts):
         if experts.per_token > experts.count:
             raise ModelError(f"{experts.per_token} experts for each token, but there are {experts.count}")
-    return spec
