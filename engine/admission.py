@@ -93,8 +93,8 @@ class Admission:
         alone = not len(self._running)
         reserve = 0 if alone else reserve_tokens + min(DECODE_RESERVE, request.max_total - 1 - len(tokens))
         # A prompt of which all log-probabilities are wanted must not meet cached KV: it gets a namespace of its own.
-        namespace = f"\0{request.arrival}" if request.needs_prompt_logprobs else request.namespace
-        lease = self._cache.admit(tokens, reserve, namespace, request.request_id)
+        namespace = f"\0{request.arrival}" if request.needs_prompt_logprobs else request.submit.namespace
+        lease = self._cache.admit(tokens, reserve, namespace, request.submit.request_id)
         if lease is None:
             assert not alone, "an accepted request does not fit the empty cache"
             return False
@@ -103,7 +103,7 @@ class Admission:
         return True
 
     def _cached_len(self, request: Request) -> int:
-        return self._cache.cached_len(request.all_tokens(), request.namespace)
+        return self._cache.cached_len(request.all_tokens(), request.submit.namespace)
 
     def _leaders(self) -> Leaders:
         leaders: Leaders = defaultdict(list)

@@ -29,7 +29,7 @@ class Outbox:
             outputs.uids.append(uid)
             outputs.tokens.append(tokens[0])
             return
-        by_stop_id = finish is FinishReason.STOP and tokens[-1] in request.sampling.stop_token_ids
+        by_stop_id = finish is FinishReason.STOP and tokens[-1] in request.submit.sampling.stop_token_ids
         event = TokenEvent(
             uid,
             tokens,

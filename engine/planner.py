@@ -96,5 +96,5 @@ class StepPlanner:
         return tuple(sample for sample, row in enumerate(plan.sampled_rows) if row in self._running.constrained)
 
     def _setup(self, request: Request, row: int) -> RowSetup:
-        eos = () if request.sampling.ignore_eos else self._eos_token_ids
-        return RowSetup(row, request.sampling, request.seed, request.known, request.prompt_len, eos)
+        eos = () if request.submit.sampling.ignore_eos else self._eos_token_ids
+        return RowSetup(row, request.submit.sampling, request.seed, request.known, request.prompt_len, eos)

@@ -35,7 +35,7 @@ class Policy:
 POLICIES = {
     "fcfs": Policy(lambda request: (request.arrival,)),
     "lpm": Policy(lambda request: (request.arrival,), prefers_cached=True),
-    "priority": Policy(lambda request: (request.priority, request.arrival)),
+    "priority": Policy(lambda request: (request.submit.priority, request.arrival)),
 }
 
 
@@ -84,10 +84,10 @@ class WaitingLine:
         return len(own.requests) + 1 <= max_requests * share and own.num_tokens + num_tokens <= max_tokens * share
 
     def add(self, request: Request) -> None:
-        line = self._lines.get(request.tenant)
+        line = self._lines.get(request.submit.tenant)
         if line is None:
-            self.shares.join(request.tenant, self._lines)
-            line = self._lines[request.tenant] = _Line(request.weight)
+            self.shares.join(request.submit.tenant, self._lines)
+            line = self._lines[request.submit.tenant] = _Line(request.submit.weight)
         insort(line.requests, request, key=self._policy.rank)
         line.num_tokens += request.total_len
         self._num_requests += 1
@@ -113,15 +113,15 @@ class WaitingLine:
 
     def remove(self, request: Request) -> list[Request]:
         """Take ``request`` out; returns those before it in its line, with lpm."""
-        line = self._lines[request.tenant]
+        line = self._lines[request.submit.tenant]
         index = bisect_left(line.requests, self._policy.rank(request), key=self._policy.rank)
         assert index < len(line.requests) and line.requests[index] is request, "the request does not wait"
         del line.requests[index]
         line.num_tokens -= request.total_len
         self._num_requests -= 1
         if not line.requests:
-            del self._lines[request.tenant]
-            self.shares.leave(request.tenant)
+            del self._lines[request.submit.tenant]
+            self.shares.leave(request.submit.tenant)
         return line.requests[:index] if self._policy.prefers_cached else []
 
     def admit(self, request: Request) -> None:
@@ -161,7 +161,7 @@ class FairShares:
         """Charge what was done for ``requests`` since the last time."""
         for request in requests:
             cost = request.cost
-            self._served[request.tenant] += (cost - request.charged) / request.weight
+            self._served[request.submit.tenant] += (cost - request.charged) / request.submit.weight
             request.charged = cost
 
     def least_served(self, tenants: Iterable[str]) -> str:
@@ -178,7 +178,7 @@ class FairShares:
             request = lines[tenant][index]
             yield request
             if index + 1 < len(lines[tenant]):
-                heapq.heappush(heap, (served + request.total_len / request.weight, tenant, index + 1))
+                heapq.heappush(heap, (served + request.total_len / request.submit.weight, tenant, index + 1))
 
 
 def who_yields(running: Collection[Request], claimant: Request, waiting: Mapping[str, float]) -> list[Request]:
@@ -189,17 +189,17 @@ def who_yields(running: Collection[Request], claimant: Request, waiting: Mapping
     (weights by tenant), and at least one seat. No seat is taken that its tenant needs for its share, so no exchange
     gives rise to another; and each request yields once at most, so a tenant that floods is slowed down, never stopped.
     """
-    seats = Counter(request.tenant for request in running)
-    weights = {**waiting, **{request.tenant: request.weight for request in running}}
+    seats = Counter(request.submit.tenant for request in running)
+    weights = {**waiting, **{request.submit.tenant: request.submit.weight for request in running}}
     per_weight = len(running) / sum(weights.values())
 
     def share(tenant: str) -> float:
         return max(1.0, weights[tenant] * per_weight)
 
-    if seats[claimant.tenant] + 1 > share(claimant.tenant):
+    if seats[claimant.submit.tenant] + 1 > share(claimant.submit.tenant):
         return []
     above = [tenant for tenant in seats if seats[tenant] - 1 >= share(tenant)]
     if not above:
         return []
     first = max(above, key=lambda tenant: (seats[tenant] / weights[tenant], tenant))
-    return [request for request in running if request.tenant == first and not request.yielded]
+    return [request for request in running if request.submit.tenant == first and not request.yielded]

@@ -9,7 +9,6 @@ import numpy as np
 
 from radixserve.engine.constraint import TokenConstraint, forbid
 from radixserve.engine.messages import FinishReason, Rejected, Submit, TokenLogprobs
-from radixserve.engine.sampling_params import SamplingParams
 from radixserve.engine.step import Int32s
 from radixserve.kvcache.manager import Lease
 
@@ -35,13 +34,8 @@ class Request:
     """
 
     key: RequestKey
-    request_id: str
+    submit: Submit
     prompt: Int32s
-    sampling: SamplingParams
-    priority: int
-    namespace: str
-    tenant: str
-    weight: float
     arrival: int
     arrived_at: float  # in seconds, of the scheduler's clock
     seed: int
@@ -94,18 +88,18 @@ class Request:
     @property
     def prefix_key(self) -> tuple[str, bytes]:
         """Equal for all requests with which this one could share a prefix worth waiting for."""
-        return self.namespace, self.prompt[:PREFIX_KEY_TOKENS].tobytes()
+        return self.submit.namespace, self.prompt[:PREFIX_KEY_TOKENS].tobytes()
 
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether every prompt position must still be computed, so that cached KV is of no use."""
-        return self.sampling.prompt_logprobs is not None and not self.output
+        return self.submit.sampling.prompt_logprobs is not None and not self.output
 
     @property
     def may_jump(self) -> bool:
         """Whether forced tokens may be appended without a step for each: not if somebody wants to see the logits of
         each step, or to change them."""
-        rules = self.sampling
+        rules = self.submit.sampling
         return self.constraint is not None and rules.logprobs is None and not rules.logit_bias
 
     def all_tokens(self) -> Int32s:
@@ -115,7 +109,7 @@ class Request:
         """Which tokens may come next, by its constraint. Raises ``ConstraintFailed``."""
         assert self.constraint is not None
         self.constraint.fill_mask(words)
-        if len(self.output) < self.sampling.min_tokens:
+        if len(self.output) < self.submit.sampling.min_tokens:
             forbid(words, self.stops_on)
 
     def forced(self) -> list[int]:
@@ -126,16 +120,14 @@ class Request:
     def take(self, token: int) -> FinishReason | None:
         """Append ``token`` to the output: whether that ends the request. Raises ``ConstraintFailed``."""
         self.output.append(token)
-        if token in self.stops_on and len(self.output) > self.sampling.min_tokens:
+        if token in self.stops_on and len(self.output) > self.submit.sampling.min_tokens:
             return FinishReason.STOP
         if self.constraint is not None and self.constraint.accept(token):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output) >= self.max_total - len(self.prompt) else None
 
 
-def refusal(
-    submit: Submit, prompt: Int32s, *, max_model_len: int, pool_tokens: int, vocab_size: int
-) -> Rejected | None:
+def refusal(submit: Submit, prompt: Int32s, max_model_len: int, pool_tokens: int, vocab_size: int) -> Rejected | None:
     """Why ``submit`` can never run here, or None. ``pool_tokens`` is what the whole KV pool holds."""
     uid, length = submit.uid, len(prompt)
     if length == 0:

@@ -127,7 +127,7 @@ class RunningRequests:
         del self.by_row[lease.row]
         self.constrained.pop(lease.row, None)
         request.lease = None
-        if request.sound and lease.namespace == request.namespace:
+        if request.sound and lease.namespace == request.submit.namespace:
             self._cache.release(lease, request.all_tokens()[:num_stored])
         else:
             self._cache.drop(lease)

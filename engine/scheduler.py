@@ -113,13 +113,8 @@ class Scheduler:
         eos = () if sampling.ignore_eos and constraint is None else self._limits.eos_token_ids
         request = Request(
             key=(frontend, submit.uid),
-            request_id=submit.request_id,
+            submit=submit,
             prompt=prompt,
-            sampling=sampling,
-            priority=submit.priority,
-            namespace=submit.namespace,
-            tenant=submit.tenant,
-            weight=submit.weight,
             arrival=self._arrivals,
             arrived_at=self._clock(),
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
@@ -139,7 +134,7 @@ class Scheduler:
 
     def abort_request(self, request_id: str) -> None:
         """End the requests that users know as ``request_id``, or all if it is ""."""
-        self._abort([r for r in self._requests.values() if request_id in ("", r.request_id)])
+        self._abort([r for r in self._requests.values() if request_id in ("", r.submit.request_id)])
 
     def forget_frontend(self, frontend: bytes) -> None:
         """Abort all requests of a frontend that is gone, and tell it nothing."""
@@ -275,13 +270,7 @@ class Scheduler:
             max_tokens=options.max_num_queued_tokens,
         ):
             return overloaded(submit.uid, f"{len(waiting)} requests with {waiting.num_tokens} tokens wait already")
-        return refusal(
-            submit,
-            prompt,
-            max_model_len=self._limits.max_model_len,
-            pool_tokens=self._pool_tokens,
-            vocab_size=self._limits.vocab_size,
-        )
+        return refusal(submit, prompt, self._limits.max_model_len, self._pool_tokens, self._limits.vocab_size)
 
     def _count_prompts(self, started: Iterable[Request]) -> None:
         for request in started:
@@ -304,7 +293,7 @@ class Scheduler:
         """A chunk is computed: from now on others may use its KV."""
         end = chunk.start + len(chunk.token_ids)
         assert request.lease is not None
-        if request.lease.namespace == request.namespace:
+        if request.lease.namespace == request.submit.namespace:
             self._cache.commit(request.lease, request.known[:end])
             request.published = end
         if request.needs_prompt_logprobs and prompt_logprobs is not None:

@@ -77,7 +77,7 @@ class EngineWatch:
 def _seen(request: Request, now: float) -> SeenRequest:
     state = "waiting" if request.lease is None else "prefill" if not request.output else "decode"
     return SeenRequest(
-        id=request.request_id,
+        id=request.submit.request_id,
         state=state,
         prompt_tokens=request.prompt_len,
         cached_tokens=request.cached_tokens,

@@ -40,12 +40,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Tokens of the pool now, and counted since start: found at admission, and evicted."""
+    """Tokens of the pool now, and evicted since start."""
 
     total_tokens: int
     free_tokens: int
     evictable_tokens: int
-    hit_tokens: int
     evicted_tokens: int
 
 
@@ -65,7 +64,6 @@ class CacheManager:
         self._leases: dict[int, Lease] = {}
         self._written_rows: list[Int32s] = []
         self._written_cols: list[Int32s] = []
-        self._hit_tokens = 0
         self._evicted_pages = 0
         self._watch: TreeWatch | None = None
 
@@ -100,7 +98,6 @@ class CacheManager:
             total_tokens=self._pool.num_pages * self.page_size,
             free_tokens=self._pool.num_free * self.page_size,
             evictable_tokens=self._prefixes.evictable_pages * self.page_size,
-            hit_tokens=self._hit_tokens,
             evicted_tokens=self._evicted_pages * self.page_size,
         )
 
@@ -128,7 +125,6 @@ class CacheManager:
         self._leases[lease.row] = lease
         if handle.cached_len:
             self._append(lease.row, self._prefixes.pages(handle))
-        self._hit_tokens += handle.cached_len
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:

@@ -54,7 +54,6 @@ def test_a_second_request_starts_on_the_pages_of_the_first_while_that_still_runs
     cache.drop(second)
     cache.check_integrity()
     assert cache.stats().evictable_tokens == 8
-    assert cache.stats().hit_tokens == 8
 
 
 def test_a_prefix_is_found_chunk_by_chunk_while_it_is_prefilled() -> None:
