@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.experts import Experts, QuantizedExperts
-from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
+from radixserve.engine.layers.linear import Linear, QuantizedLinear
 from radixserve.engine.sharding import Shard
 from radixserve.engine.weight_packing import Index
 from radixserve.engine.weights import (
@@ -137,7 +137,7 @@ def _sections(model: nn.Module, narrow_experts: Collection[str]) -> dict[str, tu
     ``narrow_experts`` lie in one matrix."""
     found: dict[str, tuple[int, list[int]]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, (MergedLinear, QuantizedLinear)) and module.parts:
+        if isinstance(module, (Linear, QuantizedLinear)) and module.parts:
             for kind, _ in storages(module):
                 found[f"{path}.{kind}"] = (0, list(module.parts.values()))
         elif path in narrow_experts:

@@ -29,7 +29,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm.of_model(spec, spec.hidden_size, dtype)
+            return RMSNorm(spec, spec.hidden_size, dtype)
 
         experts = spec.layers[index].experts
         self.input_layernorm = norm()
@@ -58,7 +58,7 @@ class DecoderTrunk(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, dtype=dtype)
         self.layers = nn.ModuleList(DecoderLayer(spec, index, dtype) for index in range(spec.num_layers))
-        self.norm = RMSNorm.of_model(spec, spec.hidden_size, dtype)
+        self.norm = RMSNorm(spec, spec.hidden_size, dtype)
 
     def forward(self, ids: Tensor, tables: list[Tensor], ctx: ForwardContext) -> Tensor:
         """``tables``: each layer's cosines and sines."""

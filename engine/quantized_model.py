@@ -8,7 +8,7 @@ from torch import nn
 from radixserve.configs.schema import ServeConfig
 from radixserve.engine.errors import ConfigError
 from radixserve.engine.layers.experts import Experts, QuantizedExperts
-from radixserve.engine.layers.linear import Linear, MergedLinear, QuantizedLinear
+from radixserve.engine.layers.linear import Linear, QuantizedLinear
 from radixserve.engine.model_files import ModelFiles
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.quantization import StoredQuantization
@@ -77,7 +77,7 @@ def quantize_as_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> 
     alike, and of a rank's columns all in their own order and whole groups; else they are dequantized when they are
     loaded."""
     for path, linear in _projections(model):
-        parent, parts = path.rpartition(".")[0], linear.parts if isinstance(linear, MergedLinear) else {}
+        parent, parts = path.rpartition(".")[0], linear.parts
         names = [f"{path}.weight"] if f"{path}.weight" in stored else [f"{parent}.{part}.weight" for part in parts]
         form = _common_form(names, stored)
         if form is None or not _fits(form, linear.in_features):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.experts import Experts
-from radixserve.engine.layers.linear import Embedding, Linear, MatrixStorage, MergedLinear
+from radixserve.engine.layers.linear import Embedding, Linear, MatrixStorage
 from radixserve.kernels.packing import (
     PANEL,
     WeightKind,
@@ -122,7 +122,7 @@ def _fits(module: Linear | Embedding) -> bool:
     """Rows of a part begin a panel; a vocabulary may end in the middle of one."""
     if isinstance(module, Embedding):
         return can_pack(PANEL, module.hidden_size)
-    parts = module.parts.values() if isinstance(module, MergedLinear) else [len(module.weight)]
+    parts = list(module.parts.values()) or [len(module.weight)]
     return all(can_pack(rows, module.in_features) for rows in parts)
 
 
@@ -133,7 +133,7 @@ def columns(module: nn.Module) -> int:
 
 
 def _stored_names(path: str, module: Linear | Embedding) -> Iterable[str]:
-    if not isinstance(module, MergedLinear):
+    if isinstance(module, Embedding) or not module.parts:
         return [f"{path}.weight"]
     parent = path.rpartition(".")[0]
     return [f"{parent}.{part}.weight" for part in module.parts]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from radixserve.engine.errors import ModelError
 from radixserve.engine.layers.experts import Experts, QuantizedExperts
-from radixserve.engine.layers.linear import MergedLinear, QuantizedLinear
+from radixserve.engine.layers.linear import Linear, QuantizedLinear
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.engine.weight_packing import Index, columns, fits_shape, is_packed, store_packed
@@ -224,7 +224,7 @@ def _ways_to_store(path: str, module: nn.Module, kind: str, storage: Place) -> l
     """Complete sets of names for one storage, each with its part."""
     whole: dict[str, Place] = {f"{path}.{kind}": storage}
     match module:
-        case MergedLinear() | QuantizedLinear() if module.parts:
+        case Linear() | QuantizedLinear() if module.parts:
             parent, rows = path.rpartition(".")[0], storage.split(list(module.parts.values()))
             parts: dict[str, Place] = {
                 f"{parent}.{part}.{kind}": some for part, some in zip(module.parts, rows, strict=True)

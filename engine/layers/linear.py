@@ -39,25 +39,19 @@ class Projection(nn.Module):
 
 
 class Linear(Projection):
-    """Of weights of one type, or packed."""
+    """Of weights of one type, or packed. ``out``: rows, or the ``parts``."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype):
+    def __init__(self, in_features: int, out: int | Mapping[str, int], *, bias: bool = False, dtype: torch.dtype):
         super().__init__()
         self.in_features = in_features
+        self.parts = {} if isinstance(out, int) else out
+        out_features = out if isinstance(out, int) else sum(out.values())
         self.weight = empty_parameter(out_features, in_features, dtype=dtype)
         self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
 
     @property
     def matrix(self) -> Tensor:
         return self.weight
-
-
-class MergedLinear(Linear):
-    """Several matrices of the same input as one."""
-
-    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool = False, dtype: torch.dtype):
-        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype)
-        self.parts = parts
 
 
 class MatrixStorage(nn.Module):

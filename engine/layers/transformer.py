@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from radixserve.engine.layers.context import ForwardContext
-from radixserve.engine.layers.linear import Linear, MergedLinear, Projection
+from radixserve.engine.layers.linear import Linear, Projection
 from radixserve.engine.layers.norm import RMSNorm
 from radixserve.engine.model_spec import ModelSpec
 from radixserve.kernels.interface import HeadPlaces
@@ -19,10 +19,10 @@ class SelfAttention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.index = index
         self.window = spec.layers[index].window
-        self.qkv_proj: Projection = MergedLinear(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype)
+        self.qkv_proj: Projection = Linear(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype)
         self.o_proj: Projection = Linear(q_size, spec.hidden_size, bias=spec.o_bias, dtype=dtype)
-        self.q_norm = RMSNorm.of_model(spec, spec.head_dim, dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm.of_model(spec, spec.head_dim, dtype) if spec.qk_norm else None
+        self.q_norm = RMSNorm(spec, spec.head_dim, dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec, spec.head_dim, dtype) if spec.qk_norm else None
 
     def forward(
         self,
@@ -49,7 +49,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         size = spec.intermediate_size
         parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj: Projection = MergedLinear(spec.hidden_size, parts, dtype=dtype)
+        self.gate_up_proj: Projection = Linear(spec.hidden_size, parts, dtype=dtype)
         self.down_proj: Projection = Linear(size, spec.hidden_size, dtype=dtype)
         self.is_silu = spec.activation == "silu"
 
