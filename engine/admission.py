@@ -51,7 +51,9 @@ class Admission:
         prefills = unfinished(self._running.prefills)
         count, wanted = len(prefills), sum(request.unfinished for request in prefills)
         reserve = wanted + self._running.decodes.tokens_to_come(DECODE_RESERVE) + sum(map(_decode_reserve, prefills))
-        leaders = self._leaders()
+        leaders: Leaders = defaultdict(list)
+        for request in self._running.prefills:
+            leaders[request.prefix_key].append(request)
         for request in self.waiting.candidates(self._cached_len, self._running.by_row.values()):
             if not self.free_seats or (count >= MAX_UNFINISHED and wanted >= budget):
                 break
@@ -104,12 +106,6 @@ class Admission:
 
     def _cached_len(self, request: Request) -> int:
         return self._cache.cached_len(request.all_tokens(), request.submit.namespace)
-
-    def _leaders(self) -> Leaders:
-        leaders: Leaders = defaultdict(list)
-        for request in self._running.prefills:
-            leaders[request.prefix_key].append(request)
-        return leaders
 
     def _waits_for_prefix(self, request: Request, leaders: Leaders) -> bool:
         """Whether somebody computes a prefix of ``request`` right now, so that waiting for it saves computing it.

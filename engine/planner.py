@@ -79,7 +79,9 @@ class StepPlanner:
             assert request.lease is not None
             row, start = request.lease.row, request.computed
             if not request.set_up:
-                setups.append(self._setup(request, row))
+                sampling = request.submit.sampling
+                eos = () if sampling.ignore_eos else self._eos_token_ids
+                setups.append(RowSetup(row, sampling, request.seed, request.known, request.prompt_len, eos))
                 request.set_up = True
             request.computed += size
             chunks.append(PrefillChunk(row, request.known[start : start + size], start, not request.unfinished))
@@ -90,11 +92,6 @@ class StepPlanner:
         shared = None if sharing is None else sharing.among(decode_rows)
         writes = self._cache.take_page_writes()
         plan = StepPlan(step, tuple(setups), *writes, decode_rows, kv_lens, tuple(chunks), shared)
-        return replace(plan, masked=self._masked(plan)) if self._running.constrained else plan
-
-    def _masked(self, plan: StepPlan) -> tuple[int, ...]:
-        return tuple(sample for sample, row in enumerate(plan.sampled_rows) if row in self._running.constrained)
-
-    def _setup(self, request: Request, row: int) -> RowSetup:
-        eos = () if request.submit.sampling.ignore_eos else self._eos_token_ids
-        return RowSetup(row, request.submit.sampling, request.seed, request.known, request.prompt_len, eos)
+        if not (constrained := self._running.constrained):
+            return plan
+        return replace(plan, masked=tuple(i for i, row in enumerate(plan.sampled_rows) if row in constrained))
