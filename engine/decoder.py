@@ -3,8 +3,6 @@
 Module names are those of Hugging Face checkpoints, so that weights find their place by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

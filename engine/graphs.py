@@ -4,8 +4,6 @@ A captured step reads what changes from static buffers, so a replay costs the ho
 alone are captured whole, sampling included; steps that also hold prompt chunks up to their final hidden states.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Makes a model and fills it with weights, or says that it does not fit into memory."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

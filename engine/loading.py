@@ -1,8 +1,6 @@
 """While the model loads: what frontends hear, what people see of it (a bar on a terminal, lines elsewhere), and what
 they read when there is no room for it. No torch."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,8 +1,6 @@
 """Tensor parallelism within a step: what ranks say to each other. All else that knows of ranks cuts the model
 (``sharding``, ``cut_weights``) or keeps them in step (``team``, ``follower``)."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

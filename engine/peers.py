@@ -1,7 +1,5 @@
 """Connects GPUs whose kernels make sums over ranks by writing into each other's memory, where that is possible."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

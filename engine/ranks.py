@@ -1,7 +1,5 @@
 """``Collectives`` among processes, from where they meet to where rank 0 leaves the others."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

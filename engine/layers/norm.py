@@ -1,7 +1,5 @@
 """RMS norm, of the residual stream or of single heads."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
