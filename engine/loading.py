@@ -21,32 +21,27 @@ _RETRY_AFTER_S = 5.0
 _SHOWN_CHARS = 200
 
 
-class Progress:
-    """How far loading is; called by the loading code, read by the thread that answers."""
-
-    def __init__(self) -> None:
-        self._state = ("starting", 0.0)
-
-    def __call__(self, what: str, fraction: float) -> None:
-        self._state = (what, fraction)
-
-    def status(self) -> EngineStatus:
-        what, fraction = self._state
-        return EngineStatus(os.getpid(), "loading", what, fraction)
+Show = Callable[[str, float], None]
+"""Called with what is being done, and the share of it that is done, as ``weights.Progress``."""
 
 
 @contextmanager
-def answering(frontends: Frontends) -> Iterator[Progress]:
+def answering(frontends: Frontends) -> Iterator[Show]:
     """Scope in which a thread answers ``frontends`` with heartbeats and refuses requests; nobody else may use them.
 
     The model is loaded by the caller's thread, because settings of torch and CUDA belong to a thread.
     """
-    progress = Progress()
+    status = EngineStatus(os.getpid(), "loading", "starting")
     done = threading.Event()
-    thread = threading.Thread(target=_answer, args=(frontends, progress, done), name="loading", daemon=True)
+
+    def show(what: str, share: float) -> None:
+        nonlocal status
+        status = EngineStatus(os.getpid(), "loading", what, share)
+
+    thread = threading.Thread(target=_answer, args=(frontends, lambda: status, done), name="loading", daemon=True)
     thread.start()
     try:
-        yield progress
+        yield show
     finally:
         done.set()
         thread.join()
@@ -75,13 +70,14 @@ def _is_lack_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in ("allocate memory", "out of memory"))
 
 
-def _answer(frontends: Frontends, progress: Progress, done: threading.Event) -> None:
+def _answer(frontends: Frontends, status: Callable[[], EngineStatus], done: threading.Event) -> None:
+    """Nothing runs that could be aborted, or watched."""
     next_heartbeat = 0.0
     while not done.is_set():
         for frontend, message in frontends.receive(_POLL_MS):
             match message:
                 case Hello() | Ping():
-                    frontends.send(frontend, progress.status())
+                    frontends.send(frontend, status())
                 case Submit(uid):
                     text = "the model is loading; try again later"
                     frontends.send(
@@ -89,21 +85,18 @@ def _answer(frontends: Frontends, progress: Progress, done: threading.Event) -> 
                     )
                 case FlushCache(call):
                     frontends.send(frontend, CacheFlushed(call, 0))
-                case _:  # nothing runs that could be aborted
-                    pass
         frontends.take_gone()
         if time.monotonic() >= next_heartbeat:
             next_heartbeat = time.monotonic() + HEARTBEAT_S
-            frontends.tell_all(progress.status())
+            frontends.tell_all(status())
 
 
-Show = Callable[[str, float], None]
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 @contextmanager
 def shown_progress(write_line: Callable[[str], None]) -> Iterator[Show]:
-    """Scope of a ``weights.Progress`` that draws a bar if standard error is a terminal, and else writes lines."""
+    """Scope of what draws a bar if standard error is a terminal, and else writes lines."""
     if not sys.stderr.isatty():
         yield ProgressLines(write_line)
         return
