@@ -177,13 +177,10 @@ def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec, copy: Copy = Ten
 
 def fill_random(model: nn.Module, seed: int) -> None:
     """Normal values of deviation 0.02 (larger ones overflow the logits), norms one; drawn on the model's device."""
-    generators: dict[torch.device, torch.Generator] = {}
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for module in model.modules():
         for _, storage in storages(module):
-            device = storage.values.device if isinstance(storage, QuantizedMatrix) else storage.device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(seed)
-            _fill_randomly(module, storage, generators[device])
+            _fill_randomly(module, storage, generator)
 
 
 def _fill_randomly(module: nn.Module, storage: Place, generator: torch.Generator) -> None:
