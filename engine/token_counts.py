@@ -1,5 +1,7 @@
 """Which tokens a request has seen and produced, for the penalties on repeating them."""
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,12 +20,10 @@ class TokenCounts:
         self._kernels = kernels
         self._shape = (max_rows, vocab_size)
         self._device = device
-        self._produced: Tensor | None = None  # int32
-        self._in_prompt: Tensor | None = None  # bool
 
     def reset(self, row: int, token_ids: Int32s, prompt_len: int) -> None:
         """Start ``row`` with a request's known tokens."""
-        produced, in_prompt = self._tables()
+        produced, in_prompt = self._tables
         known = to_device(token_ids.astype("int64"), self._device)
         ones = torch.ones(len(token_ids) - prompt_len, dtype=produced.dtype, device=self._device)
         produced[row].zero_().index_put_((known[prompt_len:],), ones, accumulate=True)
@@ -32,7 +32,7 @@ class TokenCounts:
     def add(self, rows: Tensor, penalized: NDArray[np.intp], token_ids: Tensor) -> None:
         """One more token of each of ``rows`` int32 [S], all different, of which ``penalized`` (indices into S) need it.
         ``token_ids`` int32 [S]."""
-        produced, _ = self._tables()
+        produced, _ = self._tables
         if self._kernels is not None:
             self._kernels.count(rows, token_ids, produced)
         else:
@@ -41,7 +41,7 @@ class TokenCounts:
     def penalize(self, logits: Tensor, rows: Tensor, penalized: NDArray[np.intp], floats: Tensor) -> None:
         """Change logits [S, vocab] of ``rows`` int32 [S], of which ``penalized`` (indices into S) have penalties, as
         ``SamplingKernels.penalize`` says."""
-        produced, in_prompt = self._tables()
+        produced, in_prompt = self._tables
         if self._kernels is not None:
             self._kernels.penalize(logits, rows, floats, produced, in_prompt)
             return
@@ -52,8 +52,8 @@ class TokenCounts:
         repeated = torch.where(some > 0, some / repetition, some * repetition)
         logits[penalized] = torch.where(seen, repeated, some) - counts * frequency - (counts > 0) * presence
 
+    @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
-        if self._produced is None or self._in_prompt is None:
-            self._produced = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        return self._produced, self._in_prompt
+        """How often each token was produced, int32, and which were in the prompt, bool."""
+        produced = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        return produced, torch.zeros(self._shape, dtype=torch.bool, device=self._device)
