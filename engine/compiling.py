@@ -35,10 +35,7 @@ class Compiler:
 
         self._vocab_size = len(vocabulary)
         self._info = xgrammar.TokenizerInfo(
-            list(vocabulary),
-            xgrammar.VocabType.RAW,
-            vocab_size=self._vocab_size,
-            stop_token_ids=list(eos_token_ids),
+            list(vocabulary), xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=list(eos_token_ids)
         )
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_limit_bytes=cache_bytes)
 

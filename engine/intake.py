@@ -38,11 +38,7 @@ class Intake:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        grammars: ConstraintSource,
-        *,
-        timeout_s: float = COMPILE_TIMEOUT_S,
+        self, scheduler: Scheduler, grammars: ConstraintSource, *, timeout_s: float = COMPILE_TIMEOUT_S
     ) -> None:
         self._scheduler = scheduler
         self._grammars = grammars

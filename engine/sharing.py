@@ -98,10 +98,8 @@ class _Interval:
         """All rows are known: take them as one group, unless groups within and one of the others save more."""
         within = {row for rows, _ in self.groups for row in rows}
         others = [row for row in range(self.start, stop) if row not in within]
-        together, apart = (
-            (stop - self.start - 1) * self.num_pages,
-            self.saved + max(0, len(others) - 1) * self.num_pages,
-        )
+        together = (stop - self.start - 1) * self.num_pages
+        apart = self.saved + max(0, len(others) - 1) * self.num_pages
         if together >= apart:
             self.saved, self.groups = together, [(list(range(self.start, stop)), self.num_pages)]
         elif len(others) > 1:
