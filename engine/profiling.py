@@ -1,6 +1,7 @@
 """``--profile``: a torch trace of some steps, and how much of their time the device was busy."""
 
 import logging
+import math
 import tempfile
 from pathlib import Path
 
@@ -64,10 +65,8 @@ class ProfiledRunner:
 
 def busy_share(spans: list[tuple[float, float]]) -> float:
     """Share of the time from the first start to the last end in which at least one of the (start, end) goes on."""
-    ordered = sorted(spans)
-    begin = end = ordered[0][0]
-    busy = 0.0
-    for start, stop in ordered:
+    busy, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return busy / (end - begin)
+    return busy / (end - min(spans)[0])
