@@ -80,7 +80,7 @@ def build_engine(
     shard = Shard(0, config.tensor_parallel_size)
     design = Design.of(config, shard, progress)
     if shard.size == 1:
-        return _assemble(design, _load(design, None, progress))
+        return _assemble(design, *_load(design, None, progress))
     check_no_group()
     progress("starting the other ranks", 0.0)
     ranks = _new_ranks(design)
@@ -89,9 +89,9 @@ def build_engine(
         undo.callback(ranks.leave)
         team.wait_ready()
         ranks.meet(team.meeting)
-        loaded = _load(design, ranks, progress)
-        undo.callback(loaded.runner.release_graphs)  # ``leave``, which is called after it, waits for that
-        built = _assemble(design, loaded)
+        runner, num_pages, weights = _load(design, ranks, progress)
+        undo.callback(runner.release_graphs)  # ``leave``, which is called after it, waits for that
+        built = _assemble(design, runner, num_pages, weights)
         undo.callback(team.close)
         undo.callback(built.close)
         close = undo.pop_all().close  # undoes once, however often it is called
@@ -106,7 +106,7 @@ def build_follower(config: ServeConfig, shard: Shard, meeting: Path) -> Runner:
     ranks = _new_ranks(design)
     (meeting / str(shard.rank)).touch()
     ranks.meet(meeting)
-    return _load(design, ranks, ignore_progress).runner
+    return _load(design, ranks, ignore_progress)[0]
 
 
 def _new_ranks(design: Design) -> TorchRanks:
@@ -115,17 +115,9 @@ def _new_ranks(design: Design) -> TorchRanks:
     return TorchRanks(design.shard, sizes.device, decode_bytes, only_nccl=only_nccl)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What each rank has. ``weights``: for people."""
-
-    runner: ModelRunner
-    num_pages: int
-    weights: str
-
-
-def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> _Loaded:
-    """``ranks``: None for a single one."""
+def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> tuple[ModelRunner, int, str]:
+    """What each rank has: what runs steps, the number of its KV pages, and the weights, for people. ``ranks``: None for
+    a single one."""
     config, sizes, kernels = design.config, design.sizes, design.kernels
     packing = config.cpu_weights if isinstance(kernels.ops, NativeOps) else None
     what = (config, design.files, design.spec, kernels.dtype, sizes.device, sizes.max_model_len, packing)
@@ -141,7 +133,7 @@ def _load(design: Design, ranks: TorchRanks | None, progress: Progress) -> _Load
         num_pages = ranks.least(num_pages)
     runner = parts.runner(num_pages)
     parts.prepare(runner, progress)
-    return _Loaded(runner, num_pages, describe_weights(model))
+    return runner, num_pages, describe_weights(model)
 
 
 def _parallel_ops(design: Design, ranks: TorchRanks) -> ParallelOps:
@@ -152,9 +144,8 @@ def _parallel_ops(design: Design, ranks: TorchRanks) -> ParallelOps:
     return ParallelOps(ops, design.shard, ranks, norms_sum=norms_sum)
 
 
-def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:
+def _assemble(design: Design, runner: ModelRunner, num_pages: int, weights: str) -> BuiltEngine:
     """What only rank 0 has, around what it has loaded."""
-    runner, num_pages = loaded.runner, loaded.num_pages
     config, spec, sizes, kernels = design.config, design.spec, design.sizes, design.kernels
     page_size, order = sizes.page_size, config.radix_eviction_policy
     prefixes = NaivePrefixCache(page_size) if config.disable_radix_cache else RadixPrefixCache(page_size, order)
@@ -178,7 +169,7 @@ def _assemble(design: Design, loaded: _Loaded) -> BuiltEngine:
         reads_shared=runner.reads_shared,
         pulse=kernels.pulse,
         description=(
-            f"{config.model} ({spec.family}) in {loaded.weights} on {_where(design)}; "
+            f"{config.model} ({spec.family}) in {weights} on {_where(design)}; "
             f"kernels: attention {runner.attention}, layers {type(kernels.ops).__name__}{kernels.notice}; "
             f"KV cache of {pool_tokens:,} tokens{kv_type} ({num_pages:,} pages of {page_size}); "
             f"context of {sizes.max_model_len:,} tokens{shorter}"
