@@ -44,7 +44,8 @@ class Tiles:
 def choose_tiles(
     num_tokens: int, per_token: int, num_experts: int, shared_bytes: int, bits: int = 16, *, has_scaled: bool = False
 ) -> Tiles | None:
-    """By the pairs of an expert, as measured on an H200 with the shape of Qwen3-30B-A3B; None: pair by pair.
+    """By the pairs of an expert, as measured on an H200 with the shape of Qwen3-30B-A3B (4 bits: by what fits into
+    registers, not measured); None: pair by pair.
     ``shared_bytes``: of a multiprocessor; ``bits``: of a weight; ``has_scaled``: whether the device multiplies e4m3."""
     share = num_tokens * per_token / num_experts
     if num_tokens <= _MOST_BY_PAIR:
