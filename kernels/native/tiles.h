@@ -124,11 +124,11 @@ void unpack(const uint8_t* block, uint8_t* out) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x times a constant to 10^-4, for what will be in bf16. Minus infinity gives 0.
+// 2^x times a constant to 10^-4, for what will be in bf16. 0 gives the constant itself, minus infinity 0.
 inline Floats rough_exp2(Floats x, float factor = 1.0f) {
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  Floats p = spread(0.0780245f * factor);
-  for (float c : {0.2260672f, 0.6958335f, 0.9999252f}) p = p * f + c * factor;
+  Floats p = spread(0.0770670f * factor);
+  for (float c : {0.2276450f, 0.6951168f, 1.0f}) p = p * f + c * factor;
   return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 

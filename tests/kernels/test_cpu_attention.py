@@ -103,3 +103,16 @@ def test_a_cache_in_bf16_costs_little_precision(
     many decodes one thread has all heads of each."""
     shape = AttentionShape(Q_HEADS, KV_HEADS, head_dim, PAGE_SIZE, torch.bfloat16, None, softcap, (None, 20, 100))
     check(lambda shape: NativeAttention(shape, native_ops), shape, pieces, 0.02)
+
+
+def test_a_query_gets_the_same_whatever_chunk_it_is_in(native_ops: NativeOps) -> None:
+    generator = torch.Generator().manual_seed(5)
+    q = 3 * torch.randn(200, Q_HEADS, 64, generator=generator)
+    caches = [torch.randn(50, PAGE_SIZE, KV_HEADS, 64, generator=generator).bfloat16() for _ in range(2)]
+    kernel = NativeAttention(AttentionShape(Q_HEADS, KV_HEADS, 64, PAGE_SIZE, torch.bfloat16), native_ops)
+    attended = []
+    for first in (0, 37):
+        arrays = [np.array(a, np.int32) for a in ([0], [200], [0, 200 - first], [range(50)])]
+        kernel.plan(BatchLayout(0, PAGE_SIZE, *(torch.from_numpy(array) for array in arrays), *arrays))
+        attended.append(kernel.run(q[first:].contiguous(), *caches)[37 - first :])
+    assert torch.equal(*attended)
