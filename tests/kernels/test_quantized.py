@@ -35,6 +35,11 @@ FORMS = [Form(8, None), Form(8, 128), Form(8, 32), Form(4, 32), Form(4, 64), For
 BLOCKS = Form(8, 128, height=128)
 
 
+@pytest.fixture(autouse=True)
+def _the_same_numbers_each_time() -> None:
+    torch.manual_seed(0)
+
+
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(DTYPE)
 
@@ -122,11 +127,13 @@ def test_one_token_takes_norm_gate_and_residual_along(form: Form, cols: int, gat
     ops, by_torch = cuda_ops.CudaOps(pdl=not INTERPRETED), TorchOps()
     matrix, stream, norm = matrix_of(form, 52, cols), randn(1, cols), Norm(randn(cols), 1e-5)
     exact = Norm(norm.weight.float(), norm.eps)  # gates of torch's bf16 products would be no better than ours
+    # In another order a token is normed by itself, to 16 bits, which differences of large products make larger.
+    tolerance = 2 * TOLERANCE if form.reordered else TOLERANCE
     for pending in (None, randn(1, cols)):
         ours = ops.project(stream.clone(), pending, norm, matrix, None, gated=gated)[1]
         whole = stream.float() if pending is None else (stream + pending).float()
         expected = by_torch.project(whole, None, exact, matrix, None, gated=gated)[1]
-        assert error(ours, expected) < TOLERANCE
+        assert error(ours, expected) < tolerance
     if not gated:
         wide = randn(1, 52)
         added, pending = ops.add_linear(wide.clone(), stream, matrix)
