@@ -11,6 +11,7 @@ from radixserve.engine.errors import InvalidRequest
 from radixserve.engine.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
 from radixserve.engine.text.conversation import wrong
 from radixserve.server.protocol.fields import Harmless, Int64, LogitBias, Name, RequestModel, Stop, only
+from radixserve.server.protocol.schemas import OBJECT, STRING, any_of
 from radixserve.server.protocol.structured import RESPONSE_FORMAT_SCHEMA
 
 MAX_CHOICES = 128
@@ -86,7 +87,7 @@ class GenerationRequest(SamplingFields, OpenAiHints):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="One of json, json_object, regex, choice, grammar, structural_tag"
     )
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Annotated[Any, WithJsonSchema(any_of(OBJECT, STRING))] = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

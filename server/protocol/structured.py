@@ -55,6 +55,9 @@ class Wanted(msgspec.Struct, frozen=True):
 def wanted_format(request: Any) -> Wanted | None:
     """What the structured-output fields of a ``GenerationRequest`` ask for. Raises ``InvalidRequest``."""
     asked = list(_asked(request))
+    for field, kind, *_ in asked:
+        if kind not in _TAKES:
+            raise wrong(field, f"is not supported; supported: {', '.join(_TAKES)}")
     if len(asked) > 1:
         fields = " and ".join(field for field, *_ in asked)
         raise wrong(asked[1][0], f"only one structure can be asked for, not {fields}")
@@ -104,8 +107,6 @@ def _asked(request: Any) -> Iterator[tuple[str, str, Any, str]]:
 
 
 def _format(kind: str, value: Any, field: str) -> Format:
-    if kind not in _TAKES:
-        raise wrong(field, f"is not supported; supported: {', '.join(_TAKES)}")
     if kind in ("json", "structural_tag") and isinstance(value, str):
         value = _json(value, field)
     match kind, value:

@@ -166,6 +166,17 @@ def test_wrong_field_is_named(http: httpx.Client, field: str, path: str, body: d
     assert streamed["param"] == error["param"]
 
 
+def test_option_of_structured_outputs_without_effect_here_is_refused_by_name(http: httpx.Client) -> None:
+    for path, body in both(structured_outputs={"json": {"type": "integer"}, "disable_any_whitespace": True}):
+        message = check_error(http.post(path, json=body), 400, "structured_outputs.disable_any_whitespace")["message"]
+        assert "is not supported" in message
+
+
+def test_schema_of_neither_kind_is_named_as_the_body_has_it(http: httpx.Client) -> None:
+    for path, body in both(guided_json=5):
+        assert check_error(http.post(path, json=body), 400, "guided_json")["param"] == "guided_json"
+
+
 @pytest.mark.parametrize("wrong", ["a" * 600, [97] * 600, [97, 262], "", []])
 def test_of_several_prompts_the_wrong_one_is_named(http: httpx.Client, wrong: Any) -> None:
     right = "a" if isinstance(wrong, str) else [97]
