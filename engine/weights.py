@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _LISTED_NAMES = 8
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 _QUANTIZED_ELEMENTS = 1 << 24  # quantized at a time, so that large matrices are never in memory as fp32
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
+_NO_WEIGHTS = ("I", "U", "BOOL", "C")  # how types of safetensors begin that are not floating-point
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class StoredTensor:
     matrix: StoredMatrix | None = None
     reads_parts: bool = True
     copy: Copy = Tensor.copy_
+    number_type: str = ""  # as safetensors spells it; "" where the reader knows what it means
 
     def load_to(self, place: Place) -> None:
         """Read it into ``place``, packed, quantized or neither."""
@@ -168,11 +171,12 @@ def safetensors_tensors(paths: Sequence[Path], spec: ModelSpec, copy: Copy = Ten
             name = names.ours(stored_name)
             header = file.get_slice(stored_name)
             shape = tuple(header.get_shape())
-            num_bytes = torch.Size(shape).numel() * _DTYPE_BYTES.get(header.get_dtype(), 1)
+            number_type = header.get_dtype()
+            num_bytes = torch.Size(shape).numel() * _DTYPE_BYTES.get(number_type, 1)
             added = 1.0 if spec.unit_offset_norms and name.endswith("norm.weight") else 0.0
             read = partial(file.get_tensor, stored_name)
             copy_to = partial(_copy_safetensor, read, copy, added)
-            yield StoredTensor(name, shape, num_bytes, copy_to, read=read, copy=copy)
+            yield StoredTensor(name, shape, num_bytes, copy_to, read=read, copy=copy, number_type=number_type)
 
 
 def fill_random(model: nn.Module, seed: int) -> None:
@@ -270,15 +274,21 @@ def _is_redundant(tensor: StoredTensor) -> bool:
 
 def _check_complete(places: dict[str, Place], tensors: list[StoredTensor]) -> None:
     found = {tensor.name: tensor.shape for tensor in tensors}
+    counts = Counter(tensor.name for tensor in tensors)
     wrong = [
         f"{name} is {list(found[name])}, not {list(place.shape)}{' packed' * is_packed(place)}"
         for name, place in places.items()
         if name in found and not fits_shape(place, found[name])
     ]
+    # Integers, say, of which no configuration tells what they stand for, would be taken for the weights themselves.
+    strange = [f"{t.name} is {t.number_type}" for t in tensors if t.number_type.startswith(_NO_WEIGHTS)]
     problems = [
         _listed("missing", [name for name in places if name not in found]),
         _listed("unexpected", [name for name in found if name not in places]),
         _listed("of the wrong shape", wrong),
+        _listed("of no floating-point type", strange),
+        # By several threads: which of them a model would have is chance.
+        _listed("stored more than once", [name for name, count in counts.items() if count > 1]),
     ]
     if any(problems):
         raise ModelError("the weights do not fit the model's configuration: " + "; ".join(filter(None, problems)))

@@ -92,6 +92,22 @@ def test_missing_unexpected_and_misshaped_weights_are_listed(tmp_path: Path) -> 
     assert "model.norm.weight is [3], not [64]" in message
 
 
+@pytest.mark.parametrize("stored_as", [torch.int8, torch.int32, torch.uint8, torch.bool, torch.complex64])
+def test_numbers_that_are_no_weights_are_not_taken_for_them(stored_as: torch.dtype, tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.make("llama"), tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_weights(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(stored_as)}))
+    with pytest.raises(ModelError, match=f"1 tensors of no floating-point type \\({name} is "):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.make("llama"), tmp_path)
+    save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "other.safetensors")
+    with pytest.raises(ModelError, match=r"1 tensors stored more than once \(model.norm.weight\)"):
+        load(tmp_path)
+
+
 def test_head_of_a_tied_model_may_be_stored_as_well(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.make("llama-tied"), tmp_path)
     change_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(tiny_models.VOCAB, 64)}))
