@@ -61,7 +61,7 @@ def read_gguf(path: Path) -> GGUFFile:
             return _parse(path, data)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, ValueError, ArithmeticError) as error:
+    except (struct.error, TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{path} is not a usable GGUF file (damaged, cut off, or empty): {error}") from error
 
 

@@ -66,7 +66,11 @@ def spec_from_gguf(gguf: GGUFFile) -> ModelSpec:
     family = known.get((name, bool(gguf.metadata.get(f"{name}.expert_count")))) or known.get((name, False))
     if family is None:
         raise _unsupported(name, list(dict.fromkeys(str(gguf_name) for gguf_name, _ in known)))
-    reader = ConfigReader(config_of_gguf(gguf), f"{gguf.path.name}, {name}", GGUF_KEYS)
+    try:
+        values = config_of_gguf(gguf)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{gguf.path.name} has metadata of a wrong type (damaged?): {error}") from error
+    reader = ConfigReader(values, f"{gguf.path.name}, {name}", GGUF_KEYS)
     return _spec(family, reader.over({**family.defaults, **family.gguf_defaults}))
 
 

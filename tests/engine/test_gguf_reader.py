@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from radixserve.engine.errors import ModelError
-from radixserve.engine.gguf_reader import read_gguf
+from radixserve.engine.gguf_reader import GGUFFile, read_gguf
+from radixserve.engine.model_config import spec_from_gguf
 from radixserve.engine.model_files import resolve_model
 
 
@@ -100,3 +101,24 @@ def test_parts_of_a_split_model_are_refused_with_the_remedy(tmp_path):
 def test_a_missing_file_is_a_model_error(tmp_path):
     with pytest.raises(ModelError, match="cannot read"):
         read_gguf(tmp_path / "absent.gguf")
+
+
+@pytest.mark.parametrize("key", ["general.alignment", "split.count"])
+def test_a_text_in_the_place_of_a_number_is_a_model_error(key, tmp_path):
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string(key, "many")
+    writer.add_tensor("a", np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="model.gguf"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize("key", ["general.file_type", "tokenizer.ggml.tokens", "tokenizer.ggml.eos_token_id"])
+def test_metadata_of_a_wrong_type_is_a_model_error(key):
+    wrong = GGUFFile(Path("model.gguf"), {"general.architecture": "llama", key: np.array([1, 2])}, {})
+    with pytest.raises(ModelError, match="model.gguf has metadata of a wrong type"):
+        spec_from_gguf(wrong)
