@@ -92,11 +92,7 @@ class LLM:
         listed = _as_list(prompts)
         rules = _rules_for(len(listed), sampling_params)
         with Interrupts() as interrupts, self._submitted(listed, rules, interrupts.check) as running:
-            with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
-                while self._step():
-                    interrupts.check()
-                    if show_progress:
-                        bar.update(sum(bool(request.completion.finish_reason) for request in running) - bar.n)
+            self._run(running, interrupts, show_progress)
             return [request.completion for request in running]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -137,6 +133,15 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _run(self, running: list[_Running], interrupts: Interrupts, show_progress: bool) -> None:
+        """Step until all of ``running`` have ended, and nothing else is left to do. The bar ends here, too: Ctrl-C
+        while an object is destroyed would be lost."""
+        with tqdm(total=len(running), unit="prompt", disable=not show_progress) as bar:
+            while self._step():
+                interrupts.check()
+                if show_progress:
+                    bar.update(sum(bool(request.completion.finish_reason) for request in running) - bar.n)
 
     @contextmanager
     def _submitted(

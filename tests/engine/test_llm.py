@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from radixserve.configs.errors import OptionError
+from radixserve.engine import llm as llm_module
 from radixserve.engine.errors import ConfigError, InvalidRequest, ModelError
 from radixserve.engine.llm import LLM
 from radixserve.engine.sampling_params import SamplingParams
@@ -266,6 +267,22 @@ def test_ctrl_c_ends_a_call_and_the_next_one_works(folder: Path, answers: list[l
                 while True:
                     llm.generate(tiny_models.PROMPTS, greedy(40))
         assert tokens(llm, tiny_models.PROMPTS, greedy()) == answers
+
+
+def test_no_ctrl_c_can_fall_into_the_end_of_the_progress_bar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores what is raised while it destroys an object."""
+    handlers: list[object] = []
+
+    class Bar(llm_module.tqdm):  # type: ignore[misc, name-defined]
+        def __del__(self) -> None:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            super().__del__()
+
+    monkeypatch.setattr(llm_module, "tqdm", Bar)
+    before = signal.getsignal(signal.SIGINT)
+    with open_llm(folder) as llm:
+        llm.generate(tiny_models.PROMPTS[:2], greedy())
+    assert handlers and before not in handlers
 
 
 def test_context_longer_than_the_model_is_refused(folder: Path) -> None:
