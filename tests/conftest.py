@@ -1,5 +1,7 @@
 """The option of the browser tests; leaves out the tests marked ``gpu`` on machines without a CUDA device."""
 
+import signal
+
 import pytest
 
 
@@ -8,7 +10,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """How long an example of hypothesis takes says more of what else the machine does than of us."""
+    """Tests that a script starts in the background shall not ignore Ctrl-C, nor what they start. How long an example of
+    hypothesis takes says more of what else the machine does than of us."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.pluginmanager.hasplugin("hypothesispytest"):  # it need not be there for the GPU tests
         from hypothesis import HealthCheck, settings
 
