@@ -138,13 +138,13 @@ def load(config: ServeConfig) -> Decoder:
 
 
 @contextmanager
-def own_memory() -> Iterator[list[int]]:
-    """Scope during which the most bytes that the process has, those of mapped files not counted, come into the list."""
+def peak_of_own_bytes(interval_s: float = 0.005) -> Iterator[list[int]]:
+    """Scope during which the most that ``own_bytes`` gives comes into the list."""
     peak, ended = [0], threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.005):
-            peak[0] = max(peak[0], _own_bytes())
+        while not ended.wait(interval_s):
+            peak[0] = max(peak[0], own_bytes())
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -155,7 +155,8 @@ def own_memory() -> Iterator[list[int]]:
         thread.join()
 
 
-def _own_bytes() -> int:
+def own_bytes() -> int:
+    """That the process has in memory, those of mapped files not counted."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(status[key].split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
 
@@ -172,7 +173,7 @@ def measure(config: ServeConfig, rounds: int) -> None:
     total = sum(path.stat().st_size for path in paths)
     if config.device == "cuda":
         torch.zeros(1, device="cuda")
-    before = _own_bytes()
+    before = own_bytes()
     print(f"{total / 1e9:.2f} GB in {len(paths)} files; GB/s", flush=True)
     for is_cached in (False, True) * rounds:
         drop(paths)
@@ -183,7 +184,7 @@ def measure(config: ServeConfig, rounds: int) -> None:
         else:
             drop(paths)
         share = cached_share(paths)
-        with own_memory() as peak:
+        with peak_of_own_bytes() as peak:
             started, cpu_started = time.perf_counter(), time.process_time()
             model = load(config)
             loading, computing = time.perf_counter() - started, time.process_time() - cpu_started

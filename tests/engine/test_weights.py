@@ -1,9 +1,5 @@
 """Weights find their place, and files that do not fit the model are refused with names."""
 
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
+from radixserve.benchmarks.loading import own_bytes, peak_of_own_bytes
 from radixserve.engine.decoder import create_model
 from radixserve.engine.errors import ModelError
 from radixserve.engine.gguf_reader import read_gguf
@@ -142,30 +139,6 @@ def test_progress_rises_to_one(tmp_path: Path) -> None:
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0) and len(shares) > 10
 
 
-@contextmanager
-def peak_of_own_bytes() -> Iterator[list[int]]:
-    """Scope during which the most that the process has in memory, mapped files not counted, comes into the list."""
-    peak, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.001):
-            peak[0] = max(peak[0], own_bytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        ended.set()
-        thread.join()
-
-
-def own_bytes() -> int:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
-
-
 @pytest.mark.parametrize("packing", [None, "bf16", "int8"])
 def test_there_is_no_second_copy_of_weights_in_memory(packing: str | None, tmp_path: Path) -> None:
     spec = replace(SPEC, vocab_size=100_000, hidden_size=512, tie_embeddings=True)
@@ -176,7 +149,7 @@ def test_there_is_no_second_copy_of_weights_in_memory(packing: str | None, tmp_p
     if packing is not None:
         pack_model(model, packing, {})
     before = own_bytes()
-    with peak_of_own_bytes() as peak:
+    with peak_of_own_bytes(0.001) as peak:
         load_weights(model, safetensors_tensors([tmp_path / "model.safetensors"], spec), ignore)
     assert peak[0] - before < model_bytes(model) + 30e6, "the file has 102 MB"
 
